@@ -1,0 +1,203 @@
+"""The data that flows through a step, and the small protocols between the parts.
+
+Token data on the host is numpy (cheap to pickle, gather and checkpoint); tensors appear only in `PackedBatch`, which
+the Megatron step consumes. B prefixes, G chunks a group, N new tokens, P prompt tokens, S prefix tokens, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+Mode = Literal["chunk", "full", "audit"]
+Stop = Literal["chunk_end", "eos", "budget"]
+TargetTag = Literal["terminal", "mixed", "bootstrapped"]
+
+EMPTY_IDS = np.zeros(0, dtype=np.int32)
+
+
+class UserError(Exception):
+    """A mistake in what the user gave us (config, file, checkpoint): the entry points print it without a traceback.
+
+    `problems` lists every one found, each naming the field or file, what was found and what is accepted.
+    """
+
+    def __init__(self, problems: str | Sequence[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One row of a problem set, tokenised. `grading` is what the grader needs (see data/graders.py)."""
+
+    problem_id: str
+    prompt_ids: np.ndarray  # int32[P], chat-templated, generation prompt included
+    question: str
+    grading: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """A complete response, right or wrong, as sampled: ids only, never text."""
+
+    problem_id: str
+    response_ids: np.ndarray  # int32[L]
+    reward: float
+    version: int  # of the weights that sampled it
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The replayed state that a group of chunks continues. An empty `response_ids` is the bare problem."""
+
+    problem_id: str
+    response_ids: np.ndarray  # int32[S]
+    replayed: bool  # False: a fresh problem used while the replay buffer is empty; kept out of the critic's books
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """How one prefix is continued: `group_size` samples of at most `max_new_tokens`."""
+
+    prefix: Prefix
+    mode: Mode
+    group_size: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One request to the engine. Token ids in, one sample out."""
+
+    prompt_ids: np.ndarray  # int32[P + S]
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    num_top_logprobs: int = 0  # also return the k most likely tokens' log-probs at each position
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the engine returns. `token_ids` holds the end-of-sequence token when `finish` is "stop"."""
+
+    token_ids: np.ndarray  # int32[N]
+    logprobs: np.ndarray  # float32[N], at the sampling temperature, over the whole vocabulary
+    versions: np.ndarray  # int32[N], of the weights that sampled each token
+    finish: Literal["stop", "length"]
+    top_ids: np.ndarray | None = None  # int32[N, k]
+    top_logprobs: np.ndarray | None = None  # float32[N, k]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The generated tokens of one continuation: the action."""
+
+    token_ids: np.ndarray  # int32[N]
+    behavior_logprobs: np.ndarray  # float32[N]
+    versions: np.ndarray  # int32[N]
+    stop: Stop  # "chunk_end" bootstraps from the critic; "eos" and "budget" are graded
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkGroup:
+    continuation: Continuation
+    chunks: tuple[Chunk, ...]  # [G]
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """A grader's verdict. `valid` is False when the grader itself failed (not when the answer is wrong)."""
+
+    reward: float
+    valid: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CriticState:
+    """A state to be valued: problem, response so far, and (privileged) a reference solution of the problem."""
+
+    problem: Problem
+    response_ids: np.ndarray  # int32[S]
+    reference_ids: np.ndarray | None  # int32[R]
+
+
+@dataclass(frozen=True, slots=True)
+class CriticExample:
+    """One term of the critic's loss: the state, its target value in [0, 1], and its weight."""
+
+    state: CriticState
+    value: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class CriticTarget:
+    """An entry of the critic-target buffer (ALGORITHM section 2)."""
+
+    problem_id: str
+    response_ids: np.ndarray  # int32[S], the prefix
+    value: float  # on the grid {0, .1, ..., 1}
+    tag: TargetTag
+    version: int  # of the weights that produced the endpoint values
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """A critic's answers, in the order of the states asked."""
+
+    value: np.ndarray  # float32[N]
+    valid: np.ndarray  # bool[N]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSequence:
+    """One sequence of the actor's loss: prompt + prefix is context, the chunk's tokens carry `advantage`."""
+
+    token_ids: np.ndarray  # int32[P + S + N]
+    num_context: int  # P + S; tokens before it get no loss
+    behavior_logprobs: np.ndarray  # float32[N]
+    advantage: float
+    weight: float  # 0 takes the sequence out of the loss (invalid critic value)
+    empty_prefix: bool  # entropy control looks at these only
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """One microbatch: sequences laid end to end (the "thd" layout), padded at the end to an aligned length.
+
+    `labels[t]` is the token after position t inside the same sequence, and every per-token field below sits at the
+    position whose logits predict that label. `loss_mask` is zero on context, padding and each sequence's last position.
+    """
+
+    token_ids: torch.Tensor  # int64[1, T]
+    position_ids: torch.Tensor  # int64[1, T], restarts at every sequence
+    labels: torch.Tensor  # int64[1, T]
+    loss_mask: torch.Tensor  # float32[1, T]
+    cu_seqlens: torch.Tensor  # int32[num_sequences + 1], padding counted as one more sequence
+    max_seq_len: int
+    fields: dict[str, torch.Tensor]  # float32[1, T] each: behavior_logprobs, proximal_logprobs, advantages, targets, ...
+
+
+class Sampler(Protocol):
+    """A collective: every rank passes the same requests and gets every result, in order."""
+
+    version: int
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Sample]: ...
+
+
+class Grader(Protocol):
+    def grade(self, problem: Problem, response_text: str) -> Grade: ...
+
+
+class Critic(Protocol):
+    """All that the loop knows of a critic. Both calls are collectives over the whole job, with equal arguments."""
+
+    def score(self, states: Sequence[CriticState]) -> Values: ...
+
+    def update(self, examples: Sequence[CriticExample]) -> dict[str, float]: ...
