@@ -1,0 +1,251 @@
+"""Hugging Face config -> TransformerConfig -> this rank's GPTModel (+ DDP); the layer spec chosen by platform."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import AutoConfig, PretrainedConfig
+
+from megatron_ac2.config import ParallelConfig
+from megatron_ac2.model.modules import torch_block_spec
+from megatron_ac2.model.value_head import ValueModel
+from megatron_ac2.parallel.topology import Topology
+from megatron_ac2.types import UserError
+
+ARCHITECTURES = ("Qwen3ForCausalLM",)
+_VOCAB_MULTIPLE = 128  # the same padding for every usual tensor degree, so that checkpoints reshard
+
+_CPU_FIELDS: dict[str, Any] = {
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+    "batch_p2p_sync": False,
+    "deallocate_pipeline_outputs": False,
+}
+
+
+def load_hf_config(path: str | Path) -> PretrainedConfig:
+    """The model's config.json. Raises `UserError` if the folder, the file or support for the architecture is missing."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(f"model.path: found {str(path)!r}, which is not a folder; give a local Hugging Face folder")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.path: no config.json in {folder}; give a Hugging Face folder")
+    try:
+        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise UserError(f"{folder / 'config.json'}: cannot be read: {error}") from error
+    problems = _unsupported(hf_config)
+    if problems:
+        raise UserError([f"{folder / 'config.json'}: {problem}" for problem in problems])
+    return hf_config
+
+
+def _unsupported(hf_config: PretrainedConfig) -> list[str]:
+    found = list(getattr(hf_config, "architectures", None) or [])
+    if len(found) != 1 or found[0] not in ARCHITECTURES:
+        return [f"architectures: found {found}, accepted: {', '.join(ARCHITECTURES)}"]
+    problems = []
+    if hf_config.hidden_act != "silu":
+        problems.append(f"hidden_act: found {hf_config.hidden_act!r}, accepted: silu")
+    if hf_config.attention_bias:
+        problems.append("attention_bias: found true, accepted: false")
+    if getattr(hf_config, "use_sliding_window", False):
+        problems.append("use_sliding_window: found true, accepted: false")
+    rope_type = _rope(hf_config).get("rope_type", "default")
+    if rope_type != "default":
+        problems.append(f"rope_parameters.rope_type: found {rope_type!r}, accepted: default")
+    return problems
+
+
+def _rope(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """transformers 5 keeps rope settings in `rope_parameters`; before, theta stood beside `rope_scaling`."""
+    rope = dict(getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {})
+    rope.setdefault("rope_theta", getattr(hf_config, "rope_theta", None))
+    if rope["rope_theta"] is None:
+        raise UserError("config.json: rope_theta: found none, neither at the top nor in rope_parameters")
+    return rope
+
+
+def padded_vocab_size(hf_config: PretrainedConfig, tensor: int) -> int:
+    """Rows of the embedding and output matrices: the vocabulary rounded up so that every tensor rank gets as many.
+
+    The rows added hold zeros and are never sampled nor trained: a log-prob masks columns >= hf_config.vocab_size.
+    """
+    multiple = math.lcm(_VOCAB_MULTIPLE, tensor)
+    return math.ceil(hf_config.vocab_size / multiple) * multiple
+
+
+def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> list[str]:
+    """Every way in which the model cannot be cut into `parallel`, as messages; empty if it can."""
+    counts = {
+        "attention heads": hf_config.num_attention_heads,
+        "key-value heads": hf_config.num_key_value_heads,
+        "feed-forward channels": hf_config.intermediate_size,
+    }
+    problems = [
+        f"parallel.tensor: found {parallel.tensor}, model has {count} {name}; accepted: divisors of {count}"
+        for name, count in counts.items()
+        if parallel.tensor < 1 or count % parallel.tensor
+    ]
+    layers = hf_config.num_hidden_layers
+    if parallel.pipeline < 1 or layers % parallel.pipeline:
+        problems.append(
+            f"parallel.pipeline: found {parallel.pipeline}, model has {layers} layers; accepted: divisors of {layers}"
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        problems.append("parallel.sequence: found true with parallel.tensor 1; sequence parallel needs tensor > 1")
+    return problems
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine's torch modules are there; its bare meta package, which has none, does not count."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return False
+    return importlib.util.find_spec("transformer_engine.pytorch") is not None
+
+
+def transformer_config(
+    hf_config: PretrainedConfig,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    extra: dict[str, Any] | None = None,
+) -> TransformerConfig:
+    """Megatron's config of the model. `extra` holds further TransformerConfig fields (the `megatron` section).
+
+    Raises `UserError` for fields in `extra` that are unknown, derived from elsewhere, or impossible here.
+    """
+    derived = _derived_fields(hf_config, parallel, dtype)
+    extra = dict(extra or {})
+    problems = _extra_errors(extra, derived)
+    if problems:
+        raise UserError(problems)
+    platform = {} if torch.cuda.is_available() else _CPU_FIELDS
+    try:
+        return TransformerConfig(**{**platform, **extra, **derived})
+    except (ValueError, AssertionError, TypeError) as error:
+        raise UserError(f"megatron: TransformerConfig refuses {extra}: {error}") from error
+
+
+def _derived_fields(hf_config: PretrainedConfig, parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "num_layers": hf_config.num_hidden_layers,
+        "hidden_size": hf_config.hidden_size,
+        "ffn_hidden_size": hf_config.intermediate_size,
+        "num_attention_heads": hf_config.num_attention_heads,
+        "num_query_groups": hf_config.num_key_value_heads,
+        "kv_channels": head_dim(hf_config),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf_config.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "sequence_parallel": parallel.sequence,
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths asks for it, of dense models too
+    }
+
+
+def head_dim(hf_config: PretrainedConfig) -> int:
+    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+
+
+def _extra_errors(extra: dict[str, Any], derived: dict[str, Any]) -> list[str]:
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    derived_elsewhere = set(derived) | {"virtual_pipeline_model_parallel_size", "context_parallel_size"}
+    problems = []
+    for name, value in extra.items():
+        if name not in known:
+            problems.append(f"megatron.{name}: found {value!r}; TransformerConfig has no such field")
+        elif name in derived_elsewhere:
+            problems.append(f"megatron.{name}: found {value!r}; it follows from the model and the parallel section")
+        elif name in ("fp8", "fp4") and value and not has_transformer_engine():
+            problems.append(
+                f"megatron.{name}: found {value!r}, which needs Transformer Engine, and it is not installed here; "
+                "Megatron would silently train unquantised; accepted here: null"
+            )
+    return problems
+
+
+def build_model(
+    hf_config: PretrainedConfig,
+    topology: Topology,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    head: Literal["lm", "value"] = "lm",
+    extra: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> GPTModel:
+    """This rank's stage and shard, freshly initialised. On the last stage it returns logits [B, S, V / tensor] ("lm"),
+    or value logits fp32 [B, S, 1] ("value").
+
+    Raises `UserError` if the layout does not fit the model, or on CUDA without Transformer Engine.
+    """
+    problems = check_layout(hf_config, parallel)
+    if problems:
+        raise UserError(problems)
+    config = transformer_config(hf_config, parallel, dtype, extra)
+    arguments: dict[str, Any] = {
+        "vocab_size": padded_vocab_size(hf_config, topology.tensor),
+        "max_sequence_length": hf_config.max_position_embeddings,
+        "pre_process": topology.is_first_stage,
+        "post_process": topology.is_last_stage,
+        "share_embeddings_and_output_weights": bool(hf_config.tie_word_embeddings),
+        "position_embedding_type": "rope",
+        "rotary_base": _rope(hf_config)["rope_theta"],
+        "parallel_output": True,
+        "pg_collection": topology.pg,
+    }
+    devices = [] if topology.on_cpu else [topology.device]
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        if head == "lm":
+            return GPTModel(config, _layer_spec(config, topology), **arguments)
+        return ValueModel(
+            config, _layer_spec(config, topology), **arguments, device=topology.device, head_seed=seed
+        )
+
+
+def _layer_spec(config: TransformerConfig, topology: Topology) -> Any:
+    if topology.on_cpu:
+        return torch_block_spec(config)
+    if not has_transformer_engine():
+        raise UserError(
+            "transformer_engine: not installed; training on CUDA needs it (packed sequences and sequence parallel); "
+            "see requirements.txt, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on CPU"
+        )
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+
+
+def wrap_ddp(model: GPTModel, distributed_optimizer: bool) -> DistributedDataParallel:
+    """Megatron's DDP: gradients summed in fp32 over data-parallel ranks, then divided by the global token count."""
+    model.config.finalize_model_grads_func = finalize_model_grads
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+    )
+    return DistributedDataParallel(model.config, ddp_config, model)

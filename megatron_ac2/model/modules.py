@@ -1,0 +1,100 @@
+"""Plain-torch modules and the layer spec for platforms without Transformer Engine.
+
+Megatron's own local modules refuse sequence parallel (norm) and packed sequences (attention); these two do not.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class TorchRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm over the last dim. Its weight is marked so that its gradient is summed over tensor ranks under
+    sequence parallel."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class TorchAttention(MegatronModule):
+    """Causal scaled-dot-product attention over packed ("thd") or batched ("sbhd") sequences, grouped-query aware."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ):
+        super().__init__(config=config)
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """query [T, heads, d], key and value [T, groups, d] packed -> [T, heads * d]; or [S, B, ...] -> [S, B, heads * d].
+
+        A position past the last of `cu_seqlens` gets zeros.
+        """
+        if attention_mask is not None:
+            raise NotImplementedError("TorchAttention is causal; pass attention_mask=None")
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, packed_seq_params.cu_seqlens_q.tolist())
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return self._causal(q, k, v).permute(2, 0, 1, 3).flatten(2)
+
+    def _packed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))  # [1, heads, T, d]
+        pieces = [
+            self._causal(q[:, :, start:end], k[:, :, start:end], v[:, :, start:end])
+            for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+            if end > start
+        ]
+        if bounds[-1] < query.shape[0]:
+            pieces.append(torch.zeros_like(q[:, :, bounds[-1] :]))
+        return torch.cat(pieces, dim=2)[0].transpose(0, 1).flatten(1)
+
+    def _causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
+
+
+def torch_layer_spec(qk_layernorm: bool) -> ModuleSpec:
+    """Megatron's local layer with the modules above in it."""
+    spec = copy.deepcopy(get_gpt_layer_local_spec(qk_layernorm=qk_layernorm, normalization="RMSNorm"))
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = TorchRMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = TorchAttention
+    if qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
+    return spec
+
+
+def torch_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """This stage's block. Given only a layer spec, Megatron would pick the final norm itself, and pick the stock one."""
+    spec = torch_layer_spec(config.qk_layernorm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=TorchRMSNorm)

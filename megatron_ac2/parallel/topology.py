@@ -1,0 +1,133 @@
+"""The parallel layout as one frozen value: checked once, then passed in. Nothing above asks Megatron's globals."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megatron_ac2.config import ParallelConfig
+from megatron_ac2.parallel import cpu
+from megatron_ac2.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Where this process stands. `tensor`, `pipeline` and `data` are degrees; `*_rank` this process's place in each."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: str  # "gloo" | "nccl"
+    tensor: int
+    pipeline: int
+    data: int
+    tensor_rank: int
+    pipeline_rank: int
+    data_rank: int
+    pg: ProcessGroupCollection
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline - 1
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+
+def init_topology(parallel: ParallelConfig, seed: int, timeout_minutes: float = 60) -> Topology:
+    """Join the process group and lay Megatron's groups over it; without torchrun, a world of one.
+
+    Call it before the first vLLM engine is built, which would make a world of its own. A second call lays the same
+    processes out anew. Raises `UserError`, on every rank and before any collective, if the layout does not fit the world.
+    """
+    rank, world_size, local_rank = _world()
+    problems = check_world(parallel, world_size)
+    if problems:
+        raise UserError(problems)
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu":
+        cpu.install()
+    else:
+        torch.cuda.set_device(device)
+    timeout = timedelta(minutes=timeout_minutes)
+    if not dist.is_initialized():
+        backend = "gloo" if device.type == "cpu" else "nccl"
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        distributed_timeout_minutes=timeout_minutes,
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return _read_topology(rank, world_size, device)
+
+
+def check_world(parallel: ParallelConfig, world_size: int) -> list[str]:
+    """What keeps `parallel` from being laid over `world_size` processes, as messages."""
+    problems = [
+        f"parallel.{name}: found {degree}, must be >= 1"
+        for name, degree in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline))
+        if degree < 1
+    ]
+    if problems:
+        return problems
+    model_parallel = parallel.tensor * parallel.pipeline
+    if world_size % model_parallel:
+        problems.append(
+            f"parallel.tensor x parallel.pipeline: found {parallel.tensor} x {parallel.pipeline} = {model_parallel} "
+            f"with {world_size} process(es); the number of processes must be a multiple of it"
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        problems.append("parallel.sequence: found true with parallel.tensor 1; sequence parallel needs tensor > 1")
+    return problems
+
+
+def shutdown() -> None:
+    """Leave the groups; without it a process may abort at exit. Idempotent."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _world() -> tuple[int, int, int]:
+    """(rank, world size, local rank) as torchrun sets them, or a world of one."""
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    missing = [f"{name}: not set; start with torchrun" for name in ("WORLD_SIZE", "LOCAL_RANK") if name not in os.environ]
+    if missing:
+        raise UserError(missing)
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+
+
+def _read_topology(rank: int, world_size: int, device: torch.device) -> Topology:
+    return Topology(
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        backend=dist.get_backend(),
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+        data=parallel_state.get_data_parallel_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        pg=ProcessGroupCollection.use_mpu_process_groups(),
+    )
