@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig, PretrainedConfig
 
 from megatron_ac2.config import ParallelConfig
+from megatron_ac2.model.hf_table import head_dim
 from megatron_ac2.model.modules import torch_block_spec
 from megatron_ac2.model.value_head import ValueModel
 from megatron_ac2.parallel.topology import Topology
@@ -169,10 +170,6 @@ def _derived_fields(hf_config: PretrainedConfig, parallel: ParallelConfig, dtype
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths asks for it, of dense models too
     }
-
-
-def head_dim(hf_config: PretrainedConfig) -> int:
-    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
 
 
 def _extra_errors(extra: dict[str, Any], derived: dict[str, Any]) -> list[str]:

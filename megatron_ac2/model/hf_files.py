@@ -1,0 +1,157 @@
+"""Hugging Face model folders: read tensors lazily from safetensors, write a folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megatron_ac2.types import UserError
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_TOKENIZER_FILES = (
+    "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+    "generation_config.json",
+)  # fmt: skip
+_MAX_FILE_BYTES = 4 * 1024**3
+
+
+class HfReader:
+    """The tensors of a folder by name. Raises `UserError` if there are none, or a file is missing or damaged."""
+
+    def __init__(self, path: str | Path):
+        self.folder = Path(path)
+        self._handles: dict[Path, Any] = {}
+        self._files: dict[str, Path] = {}
+        for file in self._weight_files():
+            for name in self._open(file).keys():  # noqa: SIM118  (not a dict)
+                self._files[name] = file
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._slice(name)[:]
+
+    def read_range(self, name: str, dim: int, start: int, end: int) -> torch.Tensor:
+        """Rows (dim 0) or columns (dim 1) `start` to `end`, and nothing else, from the disk; past the end: fewer."""
+        lazy = self._slice(name)
+        end = min(end, self.shape(name)[dim])
+        if start >= end:
+            return lazy[:0]
+        return lazy[start:end] if dim == 0 else lazy[:, start:end]
+
+    def _slice(self, name: str) -> Any:
+        return self._open(self._files[name]).get_slice(name)
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._handles:
+            try:
+                self._handles[file] = safe_open(str(file), framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{file}: cannot be read as safetensors: {error}") from error
+        return self._handles[file]
+
+    def _weight_files(self) -> list[Path]:
+        index, single = self.folder / _INDEX, self.folder / _SINGLE
+        if index.is_file():
+            files = sorted({self.folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        elif single.is_file():
+            files = [single]
+        else:
+            raise UserError(f"{self.folder}: found neither {_SINGLE} nor {_INDEX}; only safetensors are read")
+        missing = [f"{file}: named by {_INDEX}, but not there" for file in files if not file.is_file()]
+        if missing:
+            raise UserError(missing)
+        value_head = self.folder / VALUE_HEAD_FILE
+        return files + ([value_head] if value_head.is_file() else [])
+
+
+class HfFolderWriter:
+    """Write a model folder under a temporary name; `commit` gives it its own. Leaving without it removes everything."""
+
+    def __init__(self, path: str | Path, max_file_bytes: int = _MAX_FILE_BYTES):
+        self.path = Path(path)
+        self.folder = self.path.parent / f".{self.path.name}.unfinished"
+        self._max_file_bytes = max_file_bytes
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+        self._total_bytes = 0
+        self._names_of_file: list[list[str]] = []
+
+    def __enter__(self) -> HfFolderWriter:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self._max_file_bytes:
+            self._write_pending()
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += size
+
+    def add_value_head(self, name: str, tensor: torch.Tensor) -> None:
+        save_file({name: tensor.detach().cpu().contiguous()}, self.folder / VALUE_HEAD_FILE)
+
+    def copy_tokenizer(self, source: str | Path) -> None:
+        for pattern in _TOKENIZER_FILES:
+            for file in Path(source).glob(pattern):
+                shutil.copy(file, self.folder / file.name)
+
+    def commit(self) -> None:
+        """Finish the files, then put the folder in place of whatever stood there."""
+        self._write_pending()
+        self._name_files()
+        replaced = self.path.parent / f".{self.path.name}.replaced"
+        shutil.rmtree(replaced, ignore_errors=True)
+        if self.path.exists():
+            self.path.rename(replaced)
+        self.folder.rename(self.path)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _write_pending(self) -> None:
+        if not self._pending:
+            return
+        file = self.folder / f"part-{len(self._names_of_file)}.safetensors"
+        save_file(self._pending, file, metadata={"format": "pt"})
+        self._names_of_file.append(list(self._pending))
+        self._total_bytes += self._pending_bytes
+        self._pending, self._pending_bytes = {}, 0
+
+    def _name_files(self) -> None:
+        count = len(self._names_of_file)
+        if count == 1:
+            (self.folder / "part-0.safetensors").rename(self.folder / _SINGLE)
+            return
+        weight_map = {}
+        for part, names in enumerate(self._names_of_file):
+            file_name = f"model-{part + 1:05d}-of-{count:05d}.safetensors"
+            (self.folder / f"part-{part}.safetensors").rename(self.folder / file_name)
+            weight_map.update(dict.fromkeys(names, file_name))
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self.folder / _INDEX).write_text(json.dumps(index, indent=2))
+
+
+def drain(items: Iterable[Any]) -> None:
+    """Run a collective iterator to its end without its items: the other ranks are waiting in it."""
+    for _ in items:
+        pass

@@ -1,0 +1,135 @@
+"""The one table of names and shapes, Megatron <-> Hugging Face Qwen3 (dense, tied or untied).
+
+A Megatron parameter is a fusion of one or more HF tensors. Each HF tensor is cut over tensor ranks into contiguous equal
+pieces along one dim, and the pieces of one rank fuse into that rank's Megatron parameter: cut first, fuse after.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from transformers import PretrainedConfig
+
+from megatron_ac2.types import UserError
+
+Cut = Literal["whole", "rows", "columns", "vocab"]  # "vocab": rows, after zero rows were appended
+VALUE_HEAD = "value_head.weight"
+LM_HEAD = "lm_head.weight"
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One Megatron parameter and the HF tensors fused in it."""
+
+    megatron: str
+    parts: tuple[str, ...]
+    cut: Cut
+    fusion: Literal["none", "qkv", "gate_up"] = "none"
+
+
+_MODEL_RULES = (
+    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab"),
+    Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "whole"),
+    Rule("output_layer.weight", (LM_HEAD,), "vocab"),
+)
+_LAYER_RULES = (
+    Rule("input_layernorm.weight", ("input_layernorm.weight",), "whole"),
+    Rule(
+        "self_attention.linear_qkv.weight",
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        "rows",
+        "qkv",
+    ),
+    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), "whole"),
+    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), "whole"),
+    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), "columns"),
+    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), "whole"),
+    Rule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "rows", "gate_up"),
+    Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), "columns"),
+)
+# Transformer Engine fuses a norm into the linear layer after it.
+_ALIASES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+class Table:
+    """The rules filled in for one model."""
+
+    def __init__(self, hf_config: PretrainedConfig):
+        self.num_layers: int = hf_config.num_hidden_layers
+        self.vocab_size: int = hf_config.vocab_size
+        self.tied = bool(hf_config.tie_word_embeddings)
+        self._head_dim = head_dim(hf_config)
+        self._queries_per_group: int = hf_config.num_attention_heads // hf_config.num_key_value_heads
+        self._model_rules = {rule.megatron: rule for rule in _MODEL_RULES}
+        self._layer_rules = {rule.megatron: rule for rule in _LAYER_RULES}
+
+    def hf_names(self, with_lm_head: bool) -> list[str]:
+        """Every tensor of the model's HF file: the trunk, and the LM head if asked for and not tied."""
+        layers = [
+            f"model.layers.{layer}.{part}" for layer in range(self.num_layers) for rule in _LAYER_RULES for part in rule.parts
+        ]
+        lm_head = [LM_HEAD] if with_lm_head and not self.tied else []
+        return ["model.embed_tokens.weight", *layers, "model.norm.weight", *lm_head]
+
+    def rule(self, megatron_name: str, first_layer: int) -> Rule:
+        """The rule for a parameter of a stage whose layer 0 is the model's layer `first_layer`, HF names in full.
+
+        Raises `UserError` for a name that is not in the table.
+        """
+        match = _LAYER.match(megatron_name)
+        local = match.group(2) if match else megatron_name
+        rule = (self._layer_rules if match else self._model_rules).get(_ALIASES.get(local, local))
+        if rule is None:
+            raise UserError(f"{megatron_name}: this Megatron parameter has no Hugging Face counterpart in model/hf_table.py")
+        if match:
+            layer = int(match.group(1)) + first_layer
+            return replace(rule, parts=tuple(f"model.layers.{layer}.{part}" for part in rule.parts))
+        if self.tied and rule.parts == (LM_HEAD,):  # the last stage's own copy of the embedding
+            return replace(rule, parts=("model.embed_tokens.weight",))
+        return rule
+
+    def fuse(self, rule: Rule, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One rank's pieces of the HF tensors -> its Megatron parameter."""
+        if rule.fusion == "none":
+            return pieces[0]
+        if rule.fusion == "gate_up":
+            return torch.cat(list(pieces))
+        width = pieces[0].shape[1]
+        groups = pieces[1].shape[0] // self._head_dim
+        return torch.cat([piece.reshape(groups, -1, width) for piece in pieces], dim=1).reshape(-1, width)
+
+    def unfuse(self, rule: Rule, parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The inverse of `fuse`. Megatron lays qkv out by group: its queries, its key, its value."""
+        if rule.fusion == "none":
+            return (parameter,)
+        if rule.fusion == "gate_up":
+            return tuple(parameter.chunk(2))
+        width, queries, head = parameter.shape[1], self._queries_per_group, self._head_dim
+        grouped = parameter.reshape(-1, (queries + 2) * head, width)
+        pieces = grouped.split([queries * head, head, head], dim=1)
+        return tuple(piece.reshape(-1, width) for piece in pieces)
+
+    def full_shape(self, cut: Cut, piece: Sequence[int], tensor: int) -> tuple[int, ...]:
+        """The HF tensor's shape, from the shape of one of its `tensor` pieces."""
+        shape = list(piece)
+        if cut == "vocab":
+            shape[0] = self.vocab_size
+        elif cut != "whole":
+            shape[cut_dim(cut)] *= tensor
+        return tuple(shape)
+
+
+def cut_dim(cut: Cut) -> int:
+    return 1 if cut == "columns" else 0
+
+
+def head_dim(hf_config: PretrainedConfig) -> int:
+    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads

@@ -1,0 +1,201 @@
+"""Weights between Hugging Face folders and Megatron models of any layout; names and shapes come from `hf_table`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from transformers import PretrainedConfig
+
+from megatron_ac2.model.hf_files import HfFolderWriter, HfReader, drain
+from megatron_ac2.model.hf_table import LM_HEAD, VALUE_HEAD, Cut, Rule, Table, cut_dim
+from megatron_ac2.model.value_head import ValueModel
+from megatron_ac2.parallel.collectives import broadcast_object, gather_objects
+from megatron_ac2.parallel.topology import Topology
+from megatron_ac2.types import UserError
+
+_VALUE_HEAD_RULE = Rule("output_layer.weight", (VALUE_HEAD,), "whole")
+
+
+def load_hf_weights(model: torch.nn.Module, hf_config: PretrainedConfig, topology: Topology, path: str | Path) -> None:
+    """Fill this rank's shard from the folder's safetensors; only the rows and columns that it needs are read.
+
+    Strict: raises `UserError`, on every rank alike, listing every tensor that is missing, unknown or of another shape.
+    A value model takes its head from value_head.safetensors if the folder has one, else keeps its fresh one.
+    """
+    try:
+        _load_stage(unwrap(model), Table(hf_config), HfReader(path), topology)
+        problems = []
+    except UserError as error:
+        problems = error.problems
+    everywhere = dict.fromkeys(problem for rank in gather_objects(problems) for problem in rank)
+    if everywhere:
+        raise UserError(list(everywhere))
+
+
+def _load_stage(model: GPTModel, table: Table, reader: HfReader, topology: Topology) -> None:
+    problems = _name_errors(table, reader, isinstance(model, ValueModel))
+    if problems:
+        raise UserError(problems)
+    for rule, parameter in _ruled_parameters(model, table):
+        if rule is _VALUE_HEAD_RULE and VALUE_HEAD not in reader.names:
+            continue
+        shapes = [piece.shape for piece in table.unfuse(rule, parameter.detach().to("meta"))]
+        found = _shape_errors(table, reader, rule, shapes, topology.tensor)
+        problems += found
+        if not found:
+            read = [
+                _read_piece(reader, name, rule.cut, shape, topology.tensor_rank)
+                for name, shape in zip(rule.parts, shapes, strict=True)
+            ]
+            with torch.no_grad():
+                parameter.copy_(table.fuse(rule, read))
+    if problems:
+        raise UserError(problems)
+
+
+def export_hf_weights(
+    model: torch.nn.Module, hf_config: PretrainedConfig, topology: Topology
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every (HF name, full tensor) on every rank, in the same order. A collective: run it to the end everywhere.
+
+    A tied LM head is not yielded; a value head is, as "value_head.weight". The tensors live on the model's device and may
+    be the live parameters themselves: copy what you keep, and change nothing.
+    """
+    model = unwrap(model)
+    table = Table(hf_config)
+    own = _manifest(model, table)
+    for stage, entries in enumerate(gather_objects(own, topology.pg.pp)):
+        pieces = _pieces(model, table) if stage == topology.pipeline_rank else None
+        for name, cut, shape, dtype in entries:
+            with torch.no_grad():
+                if pieces is not None:
+                    full = _gather(next(pieces), cut, table, topology)
+                else:
+                    full = torch.empty(table.full_shape(cut, shape, topology.tensor), dtype=dtype, device=topology.device)
+                if topology.pipeline > 1:
+                    dist.broadcast(full, src=dist.get_global_rank(topology.pg.pp, stage), group=topology.pg.pp)
+            yield name, full
+
+
+def save_hf(
+    model: torch.nn.Module,
+    hf_config: PretrainedConfig,
+    topology: Topology,
+    path: str | Path,
+    tokenizer_from: str | Path,
+) -> None:
+    """Write a Hugging Face folder: weights, config.json, the tokenizer's files; a value head in a file of its own.
+
+    A collective. Rank 0 writes; the folder appears whole, replacing an older one, or not at all, and then every rank raises
+    RuntimeError.
+    """
+    tensors = export_hf_weights(model, hf_config, topology)
+    failure = None
+    if topology.rank == 0:
+        try:
+            _write_folder(tensors, hf_config, path, tokenizer_from)
+        except Exception as error:
+            failure = f"{path}: not written: {type(error).__name__}: {error}"
+    drain(tensors)
+    failure = broadcast_object(failure)
+    if failure:
+        raise RuntimeError(failure)
+
+
+def unwrap(model: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside Megatron's DDP."""
+    while not isinstance(model, GPTModel):
+        model = model.module
+    return model
+
+
+def _write_folder(
+    tensors: Iterator[tuple[str, torch.Tensor]], hf_config: PretrainedConfig, path: str | Path, tokenizer_from: str | Path
+) -> None:
+    with HfFolderWriter(path) as writer:
+        for name, tensor in tensors:
+            if name == VALUE_HEAD:
+                writer.add_value_head(name, tensor)
+            else:
+                writer.add(name, tensor)
+        hf_config.save_pretrained(writer.folder)
+        writer.copy_tokenizer(tokenizer_from)
+        writer.commit()
+
+
+def _ruled_parameters(model: GPTModel, table: Table) -> Iterator[tuple[Rule, torch.nn.Parameter]]:
+    first_layer = model.decoder.layers[0].layer_number - 1
+    for name, parameter in model.named_parameters():
+        if isinstance(model, ValueModel) and name == _VALUE_HEAD_RULE.megatron:
+            yield _VALUE_HEAD_RULE, parameter
+        else:
+            yield table.rule(name, first_layer), parameter
+
+
+def _exported(model: GPTModel, table: Table) -> Iterator[tuple[Rule, torch.nn.Parameter]]:
+    for rule, parameter in _ruled_parameters(model, table):
+        copy_of_embedding = rule.megatron == "output_layer.weight" and table.tied and rule is not _VALUE_HEAD_RULE
+        if not copy_of_embedding:
+            yield rule, parameter
+
+
+def _manifest(model: GPTModel, table: Table) -> list[tuple[str, Cut, tuple[int, ...], torch.dtype]]:
+    """(HF name, cut, shape of this rank's piece, dtype) of this stage's tensors, in the order of `_pieces`."""
+    return [
+        (name, rule.cut, tuple(piece.shape), piece.dtype)
+        for rule, parameter in _exported(model, table)
+        for name, piece in zip(rule.parts, table.unfuse(rule, parameter.detach().to("meta")), strict=True)
+    ]
+
+
+def _pieces(model: GPTModel, table: Table) -> Iterator[torch.Tensor]:
+    for rule, parameter in _exported(model, table):
+        yield from table.unfuse(rule, parameter.detach())
+
+
+def _gather(piece: torch.Tensor, cut: Cut, table: Table, topology: Topology) -> torch.Tensor:
+    """This rank's piece -> the full HF tensor, contiguous, without the padded rows of the vocabulary."""
+    if cut != "whole" and topology.tensor > 1:
+        piece = piece.contiguous()
+        pieces = [torch.empty_like(piece) for _ in range(topology.tensor)]
+        dist.all_gather(pieces, piece, group=topology.pg.tp)
+        piece = torch.cat(pieces, dim=cut_dim(cut))
+    if cut == "vocab":
+        piece = piece[: table.vocab_size]
+    return piece.contiguous()
+
+
+def _name_errors(table: Table, reader: HfReader, value: bool) -> list[str]:
+    expected = set(table.hf_names(with_lm_head=not value))
+    accepted = expected | ({LM_HEAD} if value or table.tied else set()) | ({VALUE_HEAD} if value else set())
+    missing = [f"{name}: missing in {reader.folder}" for name in sorted(expected - reader.names)]
+    unknown = [
+        f"{name}: found in {reader.folder}, but the model has no such tensor" for name in sorted(reader.names - accepted)
+    ]
+    return missing + unknown
+
+
+def _shape_errors(
+    table: Table, reader: HfReader, rule: Rule, shapes: Sequence[torch.Size], tensor: int
+) -> list[str]:
+    problems = []
+    for name, shape in zip(rule.parts, shapes, strict=True):
+        expected = table.full_shape(rule.cut, shape, tensor)
+        if reader.shape(name) != expected:
+            problems.append(f"{name}: found shape {reader.shape(name)} in {reader.folder}, config.json says {expected}")
+    return problems
+
+
+def _read_piece(reader: HfReader, name: str, cut: Cut, shape: torch.Size, tensor_rank: int) -> torch.Tensor:
+    if cut == "whole":
+        return reader.read(name)
+    dim = cut_dim(cut)
+    start = tensor_rank * shape[dim]
+    piece = reader.read_range(name, dim, start, start + shape[dim])
+    if cut == "vocab" and piece.shape[0] < shape[0]:
+        piece = torch.cat([piece, piece.new_zeros(shape[0] - piece.shape[0], shape[1])])
+    return piece

@@ -1,0 +1,145 @@
+"""One torchrun launch, many layouts: forward against transformers, value head against one process, weights in and out.
+
+usage: torchrun ... model_cases.py REFERENCE.pt UNTIED_DIR TIED_DIR SCRATCH_DIR
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from safetensors.torch import load_file
+
+from megatron_ac2.config import ParallelConfig
+from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
+from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights, save_hf, unwrap
+from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
+from megatron_ac2.types import UserError
+
+LAYOUTS = {
+    2: [(2, 1, False), (1, 2, False), (2, 1, True)],
+    4: [(2, 2, False), (1, 4, False), (2, 2, True), (2, 1, True)],
+}
+
+
+def forward_packed(model: torch.nn.Module, microbatches: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Last-stage outputs [T, ...] of each packed microbatch; empty on the other stages."""
+    outputs: list[torch.Tensor] = []
+
+    def step(batches, stage):
+        sequences = next(batches)
+        lengths = torch.tensor([0] + [len(ids) for ids in sequences])
+        bounds = lengths.cumsum(0).to(torch.int32)
+        longest = int(lengths.max())
+        packed = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+        ids = torch.cat(sequences)[None]
+        positions = torch.cat([torch.arange(len(ids)) for ids in sequences])[None]
+        output = stage(ids, positions, None, packed_seq_params=packed)
+
+        def collect(result):
+            outputs.append(result[0].clone())
+            return result.sum() * 0, torch.tensor(1), {}
+
+        return output, collect
+
+    with torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(microbatches),
+            model=model,
+            num_microbatches=len(microbatches),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=True,
+        )
+    return outputs
+
+
+def full_logits(local: torch.Tensor, topology: Topology, vocab: int) -> torch.Tensor:
+    pieces = [torch.empty_like(local) for _ in range(topology.tensor)]
+    dist.all_gather(pieces, local, group=topology.pg.tp)
+    return torch.cat(pieces, dim=-1)[:, :vocab]
+
+
+def check_forward(model, reference, topology, key, vocab) -> None:
+    outputs = forward_packed(model, reference["microbatches"])
+    assert len(outputs) == (len(reference["microbatches"]) if topology.is_last_stage else 0)
+    for output, expected in zip(outputs, reference[key], strict=False):
+        found = output[:, 0] if key == "values" else full_logits(output, topology, vocab)
+        assert found.shape == expected.shape
+        difference = (found - expected).abs().max().item()
+        assert difference <= 1e-5, f"{key} differ by {difference}"
+
+
+def check_export(model, hf_config, topology, folder: Path) -> None:
+    stored = load_file(folder / "model.safetensors")
+    names = []
+    for name, tensor in export_hf_weights(model, hf_config, topology):
+        names.append(name)
+        assert tensor.shape == stored[name].shape and torch.equal(tensor, stored[name]), name
+    assert len(names) == len(set(names)) and set(names) == set(stored)
+    assert names.count("lm_head.weight") == (0 if hf_config.tie_word_embeddings else 1)
+
+
+def check_save(model, hf_config, topology, parallel, folder: Path, scratch: Path, head: str) -> None:
+    target = scratch / f"saved_{folder.name}_{head}_{parallel.tensor}_{parallel.pipeline}_{parallel.sequence}"
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    save_hf(model, hf_config, topology, target, tokenizer_from=folder)
+    again = build_model(load_hf_config(target), topology, parallel, torch.float32, head, seed=99)
+    load_hf_weights(again, hf_config, topology, target)
+    for found, expected in zip(again.parameters(), before, strict=True):
+        assert torch.equal(found, expected)
+    leftovers = [path.name for path in scratch.iterdir() if path.name.startswith(".")]
+    assert not leftovers, leftovers
+
+
+def check_refusal(model, hf_config, topology, folder: Path, *expected: str) -> None:
+    try:
+        load_hf_weights(model, hf_config, topology, folder)
+    except UserError as error:
+        for words in expected:
+            assert words in str(error), str(error)
+    else:
+        raise AssertionError(f"{folder} was accepted")
+
+
+def run_layout(layout: tuple[int, int, bool], reference, folder: Path, scratch: Path, refusals: bool) -> None:
+    parallel = ParallelConfig(*layout)
+    topology = init_topology(parallel, seed=0, timeout_minutes=2)
+    hf_config = load_hf_config(folder)
+    reference = reference[folder.name]
+    model = wrap_ddp(build_model(hf_config, topology, parallel, torch.float32), distributed_optimizer=True)
+    load_hf_weights(model, hf_config, topology, folder)
+    check_forward(model, reference, topology, "logits", hf_config.vocab_size)
+    check_export(model, hf_config, topology, folder)
+    check_save(unwrap(model), hf_config, topology, parallel, folder, scratch, "lm")
+    critic = build_model(hf_config, topology, parallel, torch.float32, head="value", seed=5)
+    load_hf_weights(critic, hf_config, topology, folder)
+    check_forward(critic, reference, topology, "values", hf_config.vocab_size)
+    check_save(critic, hf_config, topology, parallel, folder, scratch, "value")
+    if refusals:
+        check_refusal(model, hf_config, topology, scratch / "odd_names", "model.norm.weight: missing", "surprise.weight")
+        check_refusal(model, hf_config, topology, scratch / "odd_shape", "layers.3.self_attn.k_proj.weight: found shape")
+
+
+def main() -> None:
+    reference_file, untied, tied, scratch = map(Path, sys.argv[1:])
+    reference = torch.load(reference_file)
+    world_size = int(__import__("os").environ["WORLD_SIZE"])
+    for layout in LAYOUTS[world_size]:
+        for folder in (untied, tied):
+            run_layout(layout, reference, folder, scratch, refusals=folder == untied)
+            if dist.get_rank() == 0:
+                print("passed", folder.name, layout, flush=True)
+    shutdown()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
