@@ -1,0 +1,224 @@
+"""Write all that the quickstart needs into one folder: tokenizer, base model, problems and worked solutions.
+
+The task is reasoning-gym's `chain_sum`: twelve one-digit terms, answered by a list of running values, one line a term:
+
+    +4=+04
+    -7=-03
+    ...
+    Answer: -03
+
+Every line is six tokens long, which a tiny model learns to align with the problem in seconds. Some worked solutions
+are wrong on purpose: a fixed, hashed share of the facts (last digit of the value, sign, digit) comes out one too high
+half of the time, and every error is carried on. A model fitted to them knows the format and both answers to a hard fact,
+passes rarely, and so leaves reinforcement learning something to find. Errors only ever go up, so they never cancel:
+the final answer is right exactly when every running value is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import reasoning_gym
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+TASK = "chain_sum"
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+MAX_VOCAB = 448
+MAX_POSITIONS = 1024
+
+# Qwen's own split: every digit is a token of its own, newlines never join with digits.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == 'assistant' %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+TURN_WORDS = "system\nuser\nassistant\n\n\n"  # so that the template's own words become single tokens
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """How the demonstrations go wrong: `hard_share` of the facts fail with `hard_error`, all others with `base_error`."""
+
+    hard_share: float = 0.50
+    hard_error: float = 0.50
+    base_error: float = 0.005
+    seed: int = 0
+
+    def error_rate(self, value: int, sign: str, digit: int) -> float:
+        hard = _unit_hash(f"{self.seed}:{value % 10}{sign}{digit}") < self.hard_share
+        return self.hard_error if hard else self.base_error
+
+
+@lru_cache(maxsize=None)
+def _unit_hash(text: str) -> float:
+    """A number in [0, 1) that depends on the text alone (Python's own `hash` differs between processes)."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+
+
+def parse_expression(expression: str) -> list[tuple[str, int]]:
+    """"4 + 1 - 7" -> [("+", 4), ("+", 1), ("-", 7)]."""
+    words = ["+", *expression.split()]
+    return [(sign, int(digit)) for sign, digit in zip(words[::2], words[1::2], strict=True)]
+
+
+def work(entry: dict, flaw: Flaw | None = None, rng: random.Random | None = None) -> dict:
+    """The worked solution of one entry, with step labels; without `flaw` it is right throughout.
+
+    `step_ends[i]` is the character offset in `response` after step i (the answer line is the last step), and
+    `step_correct[i]` is 1 when every running value up to there is right.
+    """
+    value, true_value, response = 0, 0, ""
+    step_ends: list[int] = []
+    step_correct: list[int] = []
+    for index, (sign, digit) in enumerate(parse_expression(entry["metadata"]["expression"])):
+        delta = digit if sign == "+" else -digit
+        is_wrong = index > 0 and flaw is not None and rng.random() < flaw.error_rate(value, sign, digit)
+        value, true_value = value + delta + is_wrong, true_value + delta
+        response += f"{sign}{digit}={value:+03d}\n"
+        step_ends.append(len(response))
+        step_correct.append(int(value == true_value))
+    response += f"Answer: {value:+03d}"
+    return {
+        "prompt": entry["question"],
+        "response": response,
+        "step_ends": [*step_ends, len(response)],
+        "step_correct": [*step_correct, int(value == true_value)],
+        "correct": int(value == true_value),
+    }
+
+
+def draw_entries(num: int, seed: int, num_terms: int) -> list[dict]:
+    """`num` chain_sum entries with distinct questions, the same for the same seed.
+
+    reasoning-gym seeds entry i with `seed + i`: one long data set, cut into parts, is disjoint where two are not.
+    """
+    options = dict(min_terms=num_terms, max_terms=num_terms, min_digits=1, max_digits=1)
+    size = 2 * num + 100
+    dataset = reasoning_gym.create_dataset(TASK, seed=seed * 10_000_019, size=size, **options)
+    distinct: dict[str, dict] = {}
+    for index in range(size):
+        entry = dataset[index]
+        distinct.setdefault(entry["question"], entry)
+        if len(distinct) == num:
+            return list(distinct.values())
+    raise SystemExit(f"--terms {num_terms}: only {len(distinct)} distinct problems found, {num} wanted; use more terms")
+
+
+def problem_row(name: str, entry: dict) -> dict:
+    return {"id": name, "prompt": entry["question"], "reasoning_gym": {"dataset": TASK, "entry": entry}}
+
+
+def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE in Qwen's manner, at most `MAX_VOCAB` tokens, with Qwen's special tokens and a chat template."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    special = [END_OF_TEXT, TURN_START, TURN_END]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=MAX_VOCAB - 2, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator(texts, trainer)
+    core.add_tokens(["<think>", "</think>"])  # not "special": they stay in decoded text, as with Qwen3
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=TURN_END, pad_token=END_OF_TEXT, model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def base_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=128, intermediate_size=320, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=MAX_POSITIONS,
+        rope_theta=10_000.0, tie_word_embeddings=False, dtype="float32", bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+
+
+def write_base_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(base_config(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def write_rows(path: Path, rows: Iterable[dict]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def worked_rows(entries: list[dict], flaw: Flaw) -> Iterator[dict]:
+    rng = random.Random(f"worked {flaw.seed}")
+    return (work(entry, flaw, rng) for entry in entries)
+
+
+def prepare(out: Path, seed: int, num_terms: int, num_train: int, num_validation: int, num_worked: int) -> dict:
+    """Write everything into `out`; returns what was written, in numbers."""
+    out.mkdir(parents=True, exist_ok=True)
+    entries = draw_entries(num_train + num_validation + num_worked, seed, num_terms)
+    train, entries = entries[:num_train], entries[num_train:]
+    validation, demonstrated = entries[:num_validation], entries[num_validation:]
+    worked = list(worked_rows(demonstrated, Flaw(seed=seed)))
+    write_rows(out / "train.jsonl", (problem_row(f"train-{i}", entry) for i, entry in enumerate(train)))
+    write_rows(out / "validation.jsonl", (problem_row(f"validation-{i}", e) for i, e in enumerate(validation)))
+    write_rows(out / "worked.jsonl", worked)
+
+    texts = [text for row in worked[:2000] for text in (row["prompt"], row["response"], TURN_WORDS)]
+    tokenizer = train_tokenizer(texts)
+    tokenizer.save_pretrained(out / "tokenizer")
+    model = write_base_model(out / "base", tokenizer, seed)
+    return {
+        "vocabulary": len(tokenizer),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "correct share of worked": sum(row["correct"] for row in worked) / len(worked),
+        "longest response (tokens)": max(len(tokenizer.encode(row["response"])) for row in worked[:2000]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/quickstart/inputs"), help="folder to write into")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--terms", type=int, default=12, help="terms of a sum")
+    parser.add_argument("--num-train", type=int, default=512)
+    parser.add_argument("--num-validation", type=int, default=256)
+    parser.add_argument("--num-worked", type=int, default=30_000)
+    args = parser.parse_args()
+    for name in ("terms", "num_train", "num_validation", "num_worked"):
+        if getattr(args, name) < (2 if name == "terms" else 1):
+            parser.error(f"--{name.replace('_', '-')}: found {getattr(args, name)}, must be positive (terms: 2 or more)")
+    summary = prepare(args.out, args.seed, args.terms, args.num_train, args.num_validation, args.num_worked)
+    print(f"wrote {args.out}: " + ", ".join(f"{name} {value:.4g}" for name, value in summary.items()))
+
+
+if __name__ == "__main__":
+    main()
