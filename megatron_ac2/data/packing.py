@@ -1,0 +1,117 @@
+"""Sequences -> microbatches balanced over data-parallel ranks -> packed tensors. Pure and deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from megatron_ac2.types import PackedBatch
+
+
+def plan_microbatches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """[rank][microbatch] -> indices into `lengths`. Lengths in tokens.
+
+    Every index appears exactly once. Every rank gets equally many microbatches, at least one (short ranks end with
+    empty ones), because each runs the same collectives. A microbatch holds at most `max_tokens`, except that a longer
+    sequence has one to itself. Ranks are balanced by tokens: longest first, each to the least loaded rank, which is at
+    most 4/3 of the best possible load. Raises ValueError for sizes below 1.
+    """
+    if num_ranks < 1 or max_tokens < 1 or any(length < 1 for length in lengths):
+        raise ValueError(f"plan_microbatches: num_ranks {num_ranks}, max_tokens {max_tokens} and lengths must be >= 1")
+    longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for index in longest_first:
+        rank = loads.index(min(loads))
+        shares[rank].append(index)
+        loads[rank] += lengths[index]
+    plan = [_fill_bins(share, lengths, max_tokens) for share in shares]
+    num_microbatches = max([1, *(len(bins) for bins in plan)])
+    return [bins + [[] for _ in range(num_microbatches - len(bins))] for bins in plan]
+
+
+def _fill_bins(longest_first: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """First fit, longest first; a bin over the limit (one long sequence) takes nothing else."""
+    bins: list[list[int]] = []
+    loads: list[int] = []
+    for index in longest_first:
+        chosen = next((b for b, load in enumerate(loads) if load + lengths[index] <= max_tokens), None)
+        if chosen is None:
+            bins.append([])
+            loads.append(0)
+            chosen = len(bins) - 1
+        bins[chosen].append(index)
+        loads[chosen] += lengths[index]
+    return [sorted(members) for members in bins]
+
+
+def pack(
+    sequences: Sequence[np.ndarray],
+    fields: Mapping[str, Sequence[np.ndarray]],
+    loss_starts: Sequence[int],
+    align: int,
+    pad_id: int,
+    weights: Sequence[float] | None = None,
+) -> PackedBatch:
+    """Lay sequences int[L_i] end to end and pad to a multiple of `align` tokens.
+
+    Tokens from `loss_starts[i]` (>= 1) on carry loss; `fields[name][i]` is float[L_i - loss_starts[i]], one value for
+    each of them, placed at the position whose logits predict it: loss_starts[i] - 1 ... L_i - 2. `weights[i]` scales
+    the sequence's loss mask (default 1; 0 takes it out). No sequence gives one all-masked batch of `align` tokens that
+    still has every field. Raises ValueError for lengths that do not match.
+    """
+    _check_lengths(sequences, fields, loss_starts, align, weights)
+    lengths = [len(ids) for ids in sequences]
+    total = sum(lengths)
+    padded = max(-(-total // align), 1) * align
+    segments = lengths + ([padded - total] if padded > total else [])
+    starts = np.concatenate([[0], np.cumsum(segments)]).astype(np.int32)
+    token_ids = np.full(padded, pad_id, dtype=np.int64)
+    labels = np.full(padded, pad_id, dtype=np.int64)
+    loss_mask = np.zeros(padded, dtype=np.float32)
+    columns = {name: np.zeros(padded, dtype=np.float32) for name in fields}
+    for i, ids in enumerate(sequences):
+        start, end = int(starts[i]), int(starts[i + 1])
+        token_ids[start:end] = ids
+        labels[start : end - 1] = ids[1:]
+        predicting = slice(start + loss_starts[i] - 1, end - 1)
+        loss_mask[predicting] = 1.0 if weights is None else weights[i]
+        for name, column in columns.items():
+            column[predicting] = fields[name][i]
+    return PackedBatch(
+        token_ids=_row(token_ids),
+        position_ids=_row(np.concatenate([np.arange(length, dtype=np.int64) for length in segments])),
+        labels=_row(labels),
+        loss_mask=_row(loss_mask),
+        cu_seqlens=torch.from_numpy(starts),
+        max_seq_len=max(segments),
+        fields={name: _row(column) for name, column in columns.items()},
+    )
+
+
+def _row(values: np.ndarray) -> torch.Tensor:
+    """[T] -> [1, T]: Megatron's batch axis."""
+    return torch.from_numpy(values).unsqueeze(0)
+
+
+def _check_lengths(
+    sequences: Sequence[np.ndarray],
+    fields: Mapping[str, Sequence[np.ndarray]],
+    loss_starts: Sequence[int],
+    align: int,
+    weights: Sequence[float] | None,
+) -> None:
+    if align < 1:
+        raise ValueError(f"pack: align {align}, must be >= 1")
+    per_sequence = {"loss_starts": loss_starts, **({} if weights is None else {"weights": weights}), **fields}
+    for name, column in per_sequence.items():
+        if len(column) != len(sequences):
+            raise ValueError(f"pack: {name} has {len(column)} entries for {len(sequences)} sequences")
+    for i, (ids, start) in enumerate(zip(sequences, loss_starts)):
+        if not 1 <= start <= len(ids):
+            raise ValueError(f"pack: loss_starts[{i}] is {start}, accepted: 1 to {len(ids)}, the sequence's length")
+        for name, column in fields.items():
+            if len(column[i]) != len(ids) - start:
+                raise ValueError(f"pack: {name}[{i}] has {len(column[i])} values for {len(ids) - start} loss tokens")
