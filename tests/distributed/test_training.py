@@ -1,0 +1,29 @@
+"""Gradients, metrics and values are the same in every layout, split and padding, and those of plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.launch import torchrun
+from tests.distributed.training_reference import build_reference, write_model
+
+CASES = Path(__file__).with_name("training_cases.py")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    root = tmp_path_factory.mktemp("training")
+    models = [write_model(root / name, tied=name == "tied") for name in ("untied", "tied")]
+    for folder in models:
+        torch.save(build_reference(folder), root / f"{folder.name}.pt")
+    return root, *models
+
+
+@pytest.mark.parametrize("nproc,layouts", [(1, 1), (4, 6)])
+def test_every_layout_trains_alike(nproc: int, layouts: int, folders: tuple[Path, Path, Path]) -> None:
+    output = torchrun(CASES, nproc, *folders, timeout=400)
+    assert output.count("passed untied") == output.count("passed tied") == layouts
+    assert output.count("done") == nproc

@@ -1,0 +1,218 @@
+"""One torchrun launch, many layouts and microbatch splits: actor and critics against the float64 reference.
+
+usage: torchrun ... training_cases.py REFERENCE_DIR FOLDER...   (REFERENCE_DIR/<folder name>.pt, see test_training.py)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from megatron_ac2.config import ParallelConfig
+from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
+from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights
+from megatron_ac2.parallel.collectives import all_ranks_agree
+from megatron_ac2.parallel.topology import init_topology, shutdown
+from megatron_ac2.training import step
+from megatron_ac2.training.actor import Actor, score_metrics
+from megatron_ac2.training.generative_critic import GenerativeCritic
+from megatron_ac2.training.value_head_critic import ValueHeadCritic
+from megatron_ac2.types import TrainSequence
+from tests.distributed import training_reference as case
+
+LAYOUTS = {
+    1: [(1, 1, False)],
+    4: [(1, 1, False), (2, 1, False), (1, 2, False), (2, 2, False), (2, 1, True), (2, 2, True)],
+}
+SPLITS = [(40, 1), (1000, 8)]  # (tokens a microbatch, alignment as a multiple of the tensor degree)
+
+
+class GradientProbe:
+    """An optimizer whose step puts the gradients where the weights were: exporting the model then exports gradients."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+
+    def step(self) -> SimpleNamespace:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.copy_(parameter.main_grad)
+        return SimpleNamespace(ok=True, grad_norm=1.0, update_norm=1.0)
+
+
+class Bench:
+    """One model in one layout, reloaded before every check."""
+
+    def __init__(self, layout: tuple[int, int, bool], folder: Path, head: str):
+        self.parallel = ParallelConfig(*layout)
+        self.topology = init_topology(self.parallel, seed=0, timeout_minutes=2)
+        self.folder = folder
+        self.hf_config = load_hf_config(folder)
+        module = build_model(self.hf_config, self.topology, self.parallel, torch.float32, head, seed=case.HEAD_SEED)
+        self.head_weights = [p.detach().clone() for n, p in module.named_parameters() if n == "output_layer.weight"]
+        self.model = wrap_ddp(module, distributed_optimizer=False)
+        self.probe = GradientProbe(self.model)
+
+    def reload(self) -> None:
+        for weight in self.head_weights:  # a value head is not in the folder
+            self.model.module.output_layer.weight.data.copy_(weight)
+        load_hf_weights(self.model, self.hf_config, self.topology, self.folder)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: x.clone() for name, x in export_hf_weights(self.model, self.hf_config, self.topology)}
+
+    def assert_gradients(self, expected: dict[str, torch.Tensor]) -> None:
+        found = self.weights()
+        assert set(found) == set(expected), set(found) ^ set(expected)
+        scale = max(x.abs().max().item() for x in expected.values())
+        for name, gradient in expected.items():
+            difference = (found[name].double() - gradient).abs().max().item()
+            limit = 2e-5 * gradient.abs().max().item() + 1e-6 * scale
+            assert difference <= limit, f"gradient of {name}: off by {difference}, accepted {limit}"
+
+    def assert_no_gradient(self) -> None:
+        assert all((parameter.main_grad == 0).all() for parameter in self.model.parameters())
+
+
+def assert_metrics(found: dict[str, float], expected: dict[str, float], tolerance: float = 2e-5) -> None:
+    all_ranks_agree(found, "metrics")
+    assert all(isinstance(value, float) for value in found.values()), found
+    for name, value in expected.items():
+        assert abs(found[name] - value) <= tolerance * (1 + abs(value)), f"{name}: {found[name]}, expected {value}"
+
+
+def check_actor(bench: Bench, reference: dict[str, Any], split: tuple[int, int]) -> None:
+    config = case.make_config()
+    config.actor.max_tokens_per_microbatch, align = split[0], split[1] * bench.topology.tensor
+    actor = Actor(bench.model, bench.probe, bench.topology, config, bench.hf_config.vocab_size, align=align)
+    sequences = [TrainSequence(**fields) for fields in reference["sequences"]]
+    bench.reload()
+    minibatch = actor.pack_minibatch(sequences)
+    assert_metrics(score_metrics([actor.score(minibatch)]), reference["score"])
+    metrics = actor.update(minibatch, case.CLIP_HIGH)
+    assert metrics["ratio_error_first"] <= 1e-6 and metrics["stepped"] == 1 and metrics["num_tokens"] == 71
+    assert_metrics(metrics, {"loss": reference["policy"]["on_policy"]["loss"]})
+    bench.assert_gradients(reference["policy"]["on_policy"]["gradients"])
+    for name, chosen in (("clipped", sequences), ("single", sequences[:1])):
+        bench.reload()
+        minibatch = actor.pack_minibatch(chosen)
+        for batch in minibatch.microbatches:
+            batch.fields["proximal_logprobs"] = batch.fields["behavior_logprobs"]
+        metrics = actor.update(minibatch, case.CLIP_HIGH)
+        assert "ratio_error_first" not in metrics
+        assert_metrics(metrics, {"loss": reference["policy"][name]["loss"]})
+        bench.assert_gradients(reference["policy"][name]["gradients"])
+    check_all_masked(bench, actor, sequences)
+
+
+def check_all_masked(bench: Bench, actor: Actor, sequences: list[TrainSequence]) -> None:
+    bench.reload()
+    before = bench.weights()
+    for masked in ([s for s in sequences if s.weight == 0], []):
+        minibatch = actor.pack_minibatch(masked)
+        score = score_metrics([actor.score(minibatch)])
+        assert score["num_tokens"] == sum(len(s.behavior_logprobs) for s in masked)
+        metrics = actor.update(minibatch, case.CLIP_HIGH)
+        assert_metrics(metrics, {"loss": 0.0, "stepped": 0.0, "grad_norm": 0.0, "num_tokens": 0.0}, tolerance=0)
+        bench.assert_no_gradient()
+    assert all(torch.equal(x, before[name]) for name, x in bench.weights().items())
+
+
+def check_value_head(bench: Bench, reference: dict[str, Any], split: tuple[int, int]) -> None:
+    config = case.make_config()
+    config.critic.max_tokens_per_microbatch, align = split[0], split[1] * bench.topology.tensor
+    critic = ValueHeadCritic(
+        bench.model, bench.probe, bench.topology, config,
+        separator_id=case.SEPARATOR_ID, model_max_len=case.MODEL_MAX_LEN, align=align,
+    )  # fmt: skip
+    bench.reload()
+    values = critic.score(case.make_states())
+    assert values.valid.tolist() == [True, True, False, True, True, True]
+    np.testing.assert_allclose(values.value[values.valid], np.array(reference["values"])[values.valid], atol=1e-6)
+    assert values.value[2] == 0
+    assert critic.score([]).value.shape == (0,)
+    all_ranks_agree(values.value.tobytes(), "values")
+    updates = (("value_update", critic.update, case.make_examples()), ("value_dense", critic.update_dense, case.make_dense_examples()))
+    for name, update, examples in updates:
+        bench.reload()
+        metrics = update(examples)
+        assert metrics["num_skipped"] == 1 and metrics["stepped"] == 1
+        assert_metrics(metrics, reference[name]["metrics"])
+        bench.assert_gradients(reference[name]["gradients"])
+    check_no_step(bench, critic)
+
+
+def check_no_step(bench: Bench, critic: ValueHeadCritic) -> None:
+    """Nothing to train on; then a loss that is not finite: on every rank no step, and the metrics tell."""
+    bench.reload()
+    too_long = case.make_examples()[2:3]
+    for examples in ([], too_long):
+        assert_metrics(critic.update(examples), {"loss": 0.0, "stepped": 0.0, "num_labels": 0.0}, tolerance=0)
+        bench.assert_no_gradient()
+    if bench.topology.is_last_stage:
+        bench.model.module.output_layer.weight.data.fill_(float("nan"))
+    before = bench.weights()
+    metrics = critic.update(case.make_examples())
+    assert metrics["stepped"] == 0 and np.isnan(metrics["loss"])
+    assert all(torch.equal(x, before[n]) for n, x in bench.weights().items() if n != "value_head.weight")
+
+
+def check_generative(bench: Bench, reference: dict[str, Any], split: tuple[int, int]) -> None:
+    config = case.make_config()
+    config.critic.max_context_len = None
+    config.critic.max_tokens_per_microbatch, align = 20 * split[0], split[1] * bench.topology.tensor
+    critic = GenerativeCritic(
+        bench.model, bench.probe, None, AutoTokenizer.from_pretrained(bench.folder), bench.topology, config,
+        bench.hf_config.vocab_size, model_max_len=case.MODEL_MAX_LEN, align=align,
+    )  # fmt: skip
+    bench.reload()
+    metrics = critic.update(case.make_examples())
+    assert_metrics(metrics, {"loss": reference["generative"]["loss"], "stepped": 1.0})
+    bench.assert_gradients(reference["generative"]["gradients"])
+    bench.reload()
+    assert_metrics(critic.update([]), {"loss": 0.0, "stepped": 0.0, "num_pairs": 0.0}, tolerance=0)
+    bench.assert_no_gradient()
+
+
+def check_refusals(bench: Bench) -> None:
+    try:
+        step.forward_only(bench.model, [], lambda output, batch: None, bench.topology)
+    except ValueError as error:
+        assert "no microbatch" in str(error)
+    else:
+        raise AssertionError("no microbatches were accepted")
+
+
+def run_layout(layout: tuple[int, int, bool], folder: Path, reference: dict[str, Any]) -> None:
+    checks: list[tuple[str, Callable[..., None]]] = [("lm", check_actor), ("lm", check_generative)]
+    if not load_hf_config(folder).tie_word_embeddings:
+        checks.append(("value", check_value_head))
+    benches = {head: Bench(layout, folder, head) for head in dict.fromkeys(head for head, _ in checks)}
+    check_refusals(benches["lm"])
+    for split in SPLITS:
+        for head, check in checks:
+            check(benches[head], reference, split)
+
+
+def main() -> None:
+    references, *folders = map(Path, sys.argv[1:])
+    for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
+        for folder in folders:
+            run_layout(layout, folder, torch.load(references / f"{folder.name}.pt", weights_only=False))
+            if dist.get_rank() == 0:
+                print("passed", folder.name, layout, flush=True)
+    shutdown()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

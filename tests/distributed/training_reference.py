@@ -1,0 +1,250 @@
+"""The training cases and what they must give: plain float64 transformers, one sequence at a time, losses written out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+
+from megatron_ac2.algorithm import value_prompt
+from megatron_ac2.config import Config
+from megatron_ac2.training.value_head_critic import DenseExample
+from megatron_ac2.types import CriticExample, CriticState, Problem, TrainSequence
+from tools.prepare_quickstart import train_tokenizer
+
+TEMPERATURE, CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.8, 0.2, 0.3, 3.0
+SEPARATOR_ID, HEAD_SEED, MAX_CONTEXT_LEN = 3, 5, 60
+MODEL_MAX_LEN = 400
+Gradients = dict[str, torch.Tensor]
+
+
+def make_config() -> Config:
+    config = Config()
+    config.sampling.temperature = TEMPERATURE
+    config.sampling.response_budget = 40
+    config.actor.clip_low, config.actor.dual_clip = CLIP_LOW, DUAL_CLIP
+    config.critic.max_context_len = MAX_CONTEXT_LEN
+    return config
+
+
+def write_model(folder: Path, tied: bool) -> Path:
+    tokenizer = train_tokenizer(["user assistant\n", value_prompt._QUESTION, value_prompt._REFERENCE])
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),  # 448: no multiple of 128, so that padded columns are at work
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=tied,
+        initializer_range=0.15,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(17 + tied)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def load_reference_model(folder: Path) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+
+
+def token_logprobs(model: Qwen3ForCausalLM, ids: np.ndarray, start: int, temperature: float) -> torch.Tensor:
+    """[len - start, V]: log-probs that predict ids[start:]."""
+    logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, start - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1)
+
+
+def chosen(logprobs: torch.Tensor, ids: np.ndarray) -> torch.Tensor:
+    return logprobs.gather(-1, torch.from_numpy(ids.astype(np.int64))[:, None])[:, 0]
+
+
+@torch.no_grad()
+def make_sequences(model: Qwen3ForCausalLM) -> list[TrainSequence]:
+    """Seven sequences of 9 to 45 tokens: both signs, one of weight 0, some of the empty prefix, behavior off by ~0.5."""
+    rng = np.random.default_rng(0)
+    shapes = [(5, 20), (12, 9), (3, 6), (30, 15), (8, 1), (6, 25), (10, 10)]
+    sequences = []
+    for index, (num_context, num_new) in enumerate(shapes):
+        ids = rng.integers(0, model.config.vocab_size, num_context + num_new).astype(np.int32)
+        exact = chosen(token_logprobs(model, ids, num_context, TEMPERATURE), ids[num_context:]).numpy()
+        behavior = (exact + rng.normal(0, 0.7, num_new)).astype(np.float32)
+        weight = 0.0 if index == 3 else 1.0
+        sequences.append(TrainSequence(ids, num_context, behavior, (-1.0) ** index * (1 + index), weight, index % 3 == 0))
+    return sequences
+
+
+def make_problem() -> Problem:
+    return Problem("p", np.arange(5, 12, dtype=np.int32), "What is 2 + 2?", {})
+
+
+def make_states() -> list[CriticState]:
+    """The third context is too long with its reference; two of the five others have one."""
+    rng = np.random.default_rng(1)
+    lengths = [(4, None), (17, 6), (40, 30), (0, None), (25, 9), (9, None)]
+    states = []
+    for response_len, reference_len in lengths:
+        response = rng.integers(20, 400, response_len).astype(np.int32)
+        reference = None if reference_len is None else rng.integers(20, 400, reference_len).astype(np.int32)
+        states.append(CriticState(make_problem(), response, reference))
+    return states
+
+
+def make_examples() -> list[CriticExample]:
+    weights, values = [1.0, 0.5, 1.0, 0.5, 0.25, 1.0], [0.3, 1.0, 0.2, 0.0, 0.7, 0.9]
+    return [CriticExample(*terms) for terms in zip(make_states(), values, weights, strict=True)]
+
+
+def make_dense_examples() -> list[DenseExample]:
+    states = make_states()
+    return [
+        DenseExample(states[1], np.array([0, 5, 17]), np.array([0.1, 0.5, 1.0], dtype=np.float32), 0.5),
+        DenseExample(states[4], np.array([25, 3]), np.array([0.0, 0.6], dtype=np.float32), 2.0),
+        DenseExample(states[2], np.array([1]), np.array([0.5], dtype=np.float32), 1.0),  # too long
+    ]
+
+
+def as_last_token(examples: Iterable[CriticExample]) -> list[DenseExample]:
+    return [
+        DenseExample(e.state, np.array([len(e.state.response_ids)]), np.array([e.value], dtype=np.float32), e.weight)
+        for e in examples
+    ]
+
+
+def gradients_of(model: torch.nn.Module, loss: torch.Tensor, rename: str = "") -> Gradients:
+    model.zero_grad()
+    loss.backward()
+    return {rename + name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def policy_loss(model: Qwen3ForCausalLM, sequences: list[TrainSequence], on_policy: bool) -> torch.Tensor:
+    """Mean over the tokens of weighted sequences; the proximal policy is the current one, or else the behavior one."""
+    terms = []
+    for s in sequences:
+        if s.weight == 0:
+            continue
+        logp = chosen(token_logprobs(model, s.token_ids, s.num_context, TEMPERATURE), s.token_ids[s.num_context :])
+        proximal = logp.detach() if on_policy else torch.from_numpy(s.behavior_logprobs).double()
+        ratio = (logp - proximal).exp()
+        loss = torch.maximum(-s.advantage * ratio, -s.advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
+        if s.advantage < 0:
+            loss = torch.minimum(loss, torch.full_like(loss, -s.advantage * DUAL_CLIP))
+        terms.append(loss)
+    return torch.cat(terms).mean()
+
+
+@torch.no_grad()
+def score_reference(model: Qwen3ForCausalLM, sequences: list[TrainSequence]) -> dict[str, float]:
+    entropies, empty, gaps = [], [], []
+    for s in sequences:
+        logp = token_logprobs(model, s.token_ids, s.num_context, TEMPERATURE)
+        entropies.append(-(logp.exp() * logp).sum(-1))
+        empty += [entropies[-1]] if s.empty_prefix else []
+        gaps.append(chosen(logp, s.token_ids[s.num_context :]) - torch.from_numpy(s.behavior_logprobs))
+    gap, ratio = torch.cat(gaps), torch.cat(gaps).exp()
+    return {
+        "num_tokens": len(gap),
+        "entropy": torch.cat(entropies).mean().item(),
+        "empty_prefix_entropy": torch.cat(empty).mean().item(),
+        "mismatch/mean_abs": gap.abs().mean().item(),
+        "mismatch/max_abs": gap.abs().max().item(),
+        "mismatch/k1": -gap.mean().item(),
+        "mismatch/k3": (ratio - 1 - gap).mean().item(),
+        "mismatch/ratio_above_2": (ratio > 2).double().mean().item(),
+        "mismatch/ratio_below_half": (ratio < 0.5).double().mean().item(),
+        "mismatch/ess": (ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())).item(),
+    }
+
+
+class ReferenceCritic(torch.nn.Module):
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.model = load_reference_model(folder).model
+        hidden = self.model.config.hidden_size
+        draw = torch.randn(1, hidden, generator=torch.Generator().manual_seed(HEAD_SEED)) / hidden
+        self.value_head = torch.nn.Linear(hidden, 1, bias=False, dtype=torch.float64)
+        self.value_head.weight.data.copy_(draw)
+
+    def logits(self, ids: np.ndarray) -> torch.Tensor:
+        hidden = self.model(torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state[0]
+        return self.value_head(hidden)[:, 0]
+
+
+def context_of(state: CriticState) -> np.ndarray:
+    reference = [] if state.reference_ids is None else [*state.reference_ids, SEPARATOR_ID]
+    return np.array([*reference, *state.problem.prompt_ids, *state.response_ids])
+
+
+def value_reference(critic: ReferenceCritic, examples: list[DenseExample]) -> dict[str, object]:
+    losses, values, targets, weights = [], [], [], []
+    for example in examples:
+        ids = context_of(example.state)
+        if len(ids) > MAX_CONTEXT_LEN:
+            continue
+        logits = critic.logits(ids)
+        for position, target in zip(example.positions, example.targets, strict=True):
+            logit = logits[len(ids) - 1 - len(example.state.response_ids) + position]
+            value = logit.sigmoid()
+            losses.append(-float(target) * value.log() - (1 - float(target)) * (1 - value).log())
+            values.append(value.detach())
+            targets.append(float(target))
+            weights.append(example.weight)
+    w, v, t = torch.tensor(weights).double(), torch.stack(values), torch.tensor(targets).double()
+    mean = lambda x: ((w * x).sum() / w.sum()).item()  # noqa: E731
+    loss = (w * torch.stack(losses)).sum() / w.sum()
+    residual, spread = mean((t - v) ** 2) - mean(t - v) ** 2, mean(t**2) - mean(t) ** 2
+    metrics = {"loss": loss.item(), "mae": mean((t - v).abs()), "explained_variance": 1 - residual / spread}
+    return {"metrics": {**metrics, "num_labels": len(w)}, "gradients": gradients_of(critic, loss)}
+
+
+def generative_reference(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, examples: list[CriticExample], config: Config
+) -> dict[str, object]:
+    total, weight = torch.zeros((), dtype=torch.float64), 0.0
+    for e in examples:
+        remaining = config.sampling.response_budget - len(e.state.response_ids)
+        prompt = value_prompt.build_value_prompt(
+            tokenizer, e.state.problem.question, e.state.response_ids, remaining, e.state.reference_ids
+        )
+        reply = value_prompt.value_ids(tokenizer, e.value)
+        ids = np.concatenate([prompt, reply])
+        if len(ids) > MODEL_MAX_LEN:
+            continue
+        nll = -chosen(token_logprobs(model, ids, len(prompt), 1.0), reply).sum()
+        total, weight = total + e.weight * nll / 4, weight + e.weight
+    loss = total / weight
+    return {"loss": loss.item(), "gradients": gradients_of(model, loss)}
+
+
+def build_reference(folder: Path) -> dict[str, object]:
+    model, config = load_reference_model(folder), make_config()
+    sequences = make_sequences(model)
+    policy = {
+        name: policy_loss(model, chosen_sequences, on_policy)
+        for name, chosen_sequences, on_policy in (
+            ("on_policy", sequences, True),
+            ("clipped", sequences, False),
+            ("single", sequences[:1], False),
+        )
+    }
+    critic = ReferenceCritic(folder)
+    with torch.no_grad():
+        values = [critic.logits(context_of(state))[-1].sigmoid().item() for state in make_states()]
+    return {
+        "sequences": [dataclasses.asdict(s) for s in sequences],
+        "score": score_reference(model, sequences),
+        "policy": {name: {"loss": loss.item(), "gradients": gradients_of(model, loss)} for name, loss in policy.items()},
+        "values": values,
+        "value_update": value_reference(critic, as_last_token(make_examples())),
+        "value_dense": value_reference(critic, make_dense_examples()),
+        "generative": generative_reference(model, AutoTokenizer.from_pretrained(folder), make_examples(), config),
+    }
