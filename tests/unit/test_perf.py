@@ -1,0 +1,144 @@
+"""Decoding FLOPs against hand-worked numbers, phase times, trainer memory."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from megatron_ac2.config import Config
+from megatron_ac2.perf import GIB, DecodingCost, PhaseTimer, memory_metrics, trainer_bytes
+
+QWEN3_4B = SimpleNamespace(
+    num_hidden_layers=36, hidden_size=2560, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    intermediate_size=9728, vocab_size=151_936, tie_word_embeddings=True,
+)  # fmt: skip
+# One layer, h 4, one query and one key-value head of size 4, f 8, V 10:
+# A = 2 (16 + 2 * 16 + 16 + 96 + 40) = 400, B = 4 * 4 = 16.
+TINY = SimpleNamespace(
+    num_hidden_layers=1, hidden_size=4, num_attention_heads=1, num_key_value_heads=1, intermediate_size=8,
+    vocab_size=10, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def test_the_paper_s_constants_for_qwen3_4b():
+    assert DecodingCost.of(QWEN3_4B) == DecodingCost(per_token=8_044_544_000, per_attended=589_824)
+
+
+def test_head_size_and_key_value_heads_default_as_in_hugging_face():
+    assert DecodingCost.of(TINY) == DecodingCost(per_token=400, per_attended=16)
+
+
+def test_a_hand_worked_request():
+    # p 3, n 3: two tokens are fed back; they attend to 4 and to 5 positions.
+    assert DecodingCost.of(TINY).flops(3, 3) == 2 * 400 + 16 * (4 + 5)
+
+
+@pytest.mark.parametrize("num_new", [0, 1])
+def test_nothing_is_fed_back_for_the_first_token(num_new):
+    assert DecodingCost.of(QWEN3_4B).flops(5_000, num_new) == 0
+
+
+def test_a_rollout_in_two_requests_costs_less_by_the_token_between():
+    cost = DecodingCost.of(TINY)
+    whole, first, second = cost.flops(7, 30), cost.flops(7, 10), cost.flops(17, 20)
+    # The second request's first token comes out of its prefill: one fed-back token less, with its 7 + 10 positions.
+    assert whole - first - second == cost.per_token + 17 * cost.per_attended
+
+
+def test_total_takes_each_request_s_own_lengths():
+    cost = DecodingCost.of(TINY)
+    lengths = [(3, 3), (3, 9), (100, 1)]
+    assert cost.total(lengths) == cost.flops(3, 3) + cost.flops(3, 9)
+    assert cost.total(lengths) != 3 * cost.flops(35, 4)  # means would not do
+
+
+def test_flops_of_a_long_run_stay_exact_integers():
+    flops = DecodingCost.of(QWEN3_4B).flops(512, 50_000)
+    assert isinstance(flops, int)
+    assert flops == 8_044_544_000 * 49_999 + 589_824 * (49_999 * 512 + 49_999 * 50_000 // 2)
+
+
+def test_parameters_counted_once_when_tied():
+    # Qwen3-4B without its norms: 36 layers of 100,925,440 and one matrix of 2560 x 151,936.
+    assert DecodingCost.num_parameters(QWEN3_4B) == 36 * 100_925_440 + 388_956_160
+    assert DecodingCost.num_parameters(TINY) == 200 + 40
+
+
+def test_trainer_bytes_by_hand():
+    config = Config()  # bf16, distributed optimizer, generative critic
+    # 2 + 4 for weights and gradients; (12 + 8) / 4 for two sets of moments and one fp32 copy
+    assert trainer_bytes(1000, config, model_parallel=2, data_ranks=4) == (6 + 20 / 4) * 1000 / 2
+    config.sampling.routing = "grpo"
+    config.actor.optimizer.distributed = False
+    assert trainer_bytes(1000, config, model_parallel=1, data_ranks=4) == (6 + 12) * 1000
+    config.sampling.routing, config.critic.kind, config.model.dtype = "ac2", "value_head", "float32"
+    assert trainer_bytes(1000, config, model_parallel=1, data_ranks=8) == (8 + 8 + 8 + 1) * 1000
+
+
+def test_phases_add_up_and_the_step_covers_them():
+    timer = PhaseTimer()
+    for _ in range(2):
+        with timer.phase("sample"):
+            time.sleep(0.02)
+    with timer.phase("actor"):
+        pass
+    metrics = timer.metrics()
+    assert set(metrics) == {"time/sample", "time/actor", "time/step"}
+    assert 0.04 <= metrics["time/sample"] <= metrics["time/step"]
+    assert metrics["time/actor"] < 0.02
+
+
+def test_reset_forgets_the_last_step():
+    timer = PhaseTimer()
+    with timer.phase("sample"):
+        time.sleep(0.02)
+    timer.reset()
+    assert set(timer.metrics()) == {"time/step"}
+    assert timer.metrics()["time/step"] < 0.02
+
+
+def test_a_phase_is_shown_while_it_runs_and_timed_even_if_it_fails():
+    shown = []
+
+    @contextmanager
+    def show(name):
+        shown.append(f"+{name}")
+        try:
+            yield
+        finally:
+            shown.append(f"-{name}")
+
+    timer = PhaseTimer(show)
+    with pytest.raises(ValueError), timer.phase("actor"):
+        raise ValueError
+    assert shown == ["+actor", "-actor"]
+    assert "actor" in timer.seconds
+
+
+def test_tokens_per_second():
+    timer = PhaseTimer()
+    timer.seconds = {"sample": 2.0, "score": 3.0}
+    assert timer.tokens_per_second(100, "sample") == 50
+    assert timer.tokens_per_second(100, "sample", "score") == 20
+    assert timer.tokens_per_second(100, "absent") != timer.tokens_per_second(100, "absent")  # nan
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="reports the device where there is one")
+def test_memory_of_this_process():
+    reported = memory_metrics()["perf/process_memory_gib"]
+    assert 0.05 < reported < psutil.virtual_memory().total / GIB
+
+
+@pytest.mark.gpu
+def test_memory_of_the_device_includes_what_torch_allocated():
+    before = memory_metrics()["perf/device_memory_gib"]
+    block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    after = memory_metrics()
+    assert after["perf/device_memory_gib"] - before > 0.99
+    assert 0 < after["perf/device_memory_share"] <= 1
+    del block
