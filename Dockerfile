@@ -6,7 +6,7 @@
 #       examples/launch/torchrun_one_node.sh examples/qwen3_4b_proofs.yaml
 #
 # What comes with the image and is kept: Python 3.12, CUDA 13.1, cuDNN, NCCL, NVIDIA's build of torch (2.10),
-# Transformer Engine and apex, all compiled against each other. What we add: Megatron-Core, vLLM, and small pure-Python packages.
+# Transformer Engine and apex, all compiled against each other. What we add: Megatron-Core, vLLM, and small packages.
 # vLLM's wheel is compiled against torch from PyPI and would replace NVIDIA's; here it is compiled against the torch of
 # the image. Take an image of another month with --build-arg NGC_TAG=..., and a vLLM that fits its torch with
 # --build-arg VLLM_VERSION=...; Megatron-Core 0.16.1 names Transformer Engine 2.9 to 2.11.
