@@ -107,6 +107,7 @@ class Chunk:
 class ChunkGroup:
     continuation: Continuation
     chunks: tuple[Chunk, ...]  # [G]
+    num_context: int  # P + S
 
 
 @dataclass(frozen=True, slots=True)

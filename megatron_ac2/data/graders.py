@@ -86,8 +86,11 @@ def time_limit(seconds: float) -> Iterator[None]:
     old_handler = signal.signal(signal.SIGALRM, on_alarm)
     old_delay, old_interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
-        yield
-    finally:
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:  # once more: the alarm may have struck on the way into the line above
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old_handler)
         if old_delay:
@@ -170,3 +173,12 @@ def _parse_maths(text: str) -> list:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limit is off, which is meant
     marked = text if _BOXED in text or "$" in text else f"{_BOXED}{text}}}"
     return parse(marked, parsing_timeout=None)
+
+
+def answer_is_complete(response_text: str) -> bool:
+    """Whether an unfinished response already holds its final answer: one that the next character could not change.
+
+    "Answer: 1" may still become "Answer: 12"; a closed box, a closed tag or an ended line may not.
+    """
+    answer = extract_answer(response_text)
+    return answer is not None and extract_answer(response_text + "0") == answer

@@ -61,7 +61,8 @@ def template_prompts(questions: Sequence[str], tokenizer: PreTrainedTokenizerBas
     if not tokenizer.chat_template:
         raise UserError("tokenizer: found no chat template; accepted: a tokenizer of a chat model")
     chats = [[{"role": "user", "content": question}] for question in questions]
-    return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    return tokenizer.apply_chat_template(chats, **options)["input_ids"]
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -130,8 +131,9 @@ def _check_reasoning_gym(source: Any) -> list[str]:
     if not isinstance(source, dict):
         return [f'reasoning_gym: found {_shown(source)}; accepted: {{"dataset", "entry"}}']
     errors = []
-    if source.get("dataset") not in DATASETS:
-        errors.append(f"reasoning_gym.dataset: found {_shown(source.get('dataset'))}; accepted: a reasoning-gym data set")
+    name = source.get("dataset")
+    if name not in DATASETS:
+        errors.append(f"reasoning_gym.dataset: found {_shown(name)}; accepted: the name of a reasoning-gym data set")
     entry = source.get("entry")
     missing = {"question", "answer", "metadata"} - set(entry if isinstance(entry, dict) else ())
     if missing:
@@ -165,8 +167,9 @@ class ProblemStream:
 
     def __init__(self, problems: Sequence[Problem], seed: int, shuffle: bool, name: str = "data.train"):
         self.by_id: dict[str, Problem] = {problem.problem_id: problem for problem in problems}
-        if len(self.by_id) != len(problems):
-            raise UserError(f"{name}: found {len(problems) - len(self.by_id)} repeated problem ids; accepted: distinct ids")
+        num_repeated = len(problems) - len(self.by_id)
+        if num_repeated:
+            raise UserError(f"{name}: found {num_repeated} repeated problem ids; accepted: distinct ids")
         self._problems = list(problems)
         self._seed, self._shuffle, self._name = seed, shuffle, name
         self._fingerprint = _fingerprint(problems)

@@ -1,0 +1,155 @@
+"""From sampled groups to endpoint values, advantages and the critic's books: asks grader and critic, decides nothing else.
+
+Collective: every rank calls with equal arguments and gets an equal `Credit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ac2.algorithm.advantages import group_advantages
+from megatron_ac2.algorithm.endpoint import EndpointValues, closed_ends, critic_books, endpoint_values, open_ends
+from megatron_ac2.algorithm.readiness import ErrorRecord
+from megatron_ac2.algorithm.references import ReferenceBank
+from megatron_ac2.data.graders import answer_is_complete
+from megatron_ac2.rollout import Rollout, audit_states, context_ids, response_of
+from megatron_ac2.types import (
+    ChunkGroup,
+    Critic,
+    CriticState,
+    CriticTarget,
+    Grade,
+    Problem,
+    Trajectory,
+    TrainSequence,
+    Values,
+)
+
+GradeMany = Callable[[Sequence[tuple[Problem, np.ndarray]]], list[Grade]]
+NO_VALUES = Values(np.zeros(0, dtype=np.float32), np.zeros(0, dtype=bool))
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    fresh: tuple[Trajectory, ...]  # graded fresh rollouts, for the replay buffer
+    grades: Mapping[tuple[int, int], Grade]  # of the closed ends (group, member)
+    endpoints: EndpointValues  # [B, G]
+    advantages: np.ndarray  # float32[B, G]
+    weights: np.ndarray  # float32[B, G]
+    targets: tuple[CriticTarget, ...]
+    records: tuple[ErrorRecord, ...]
+    probes: Values  # [B]; empty without a critic
+    audits: tuple[tuple[float, float], ...]  # (critic value at prefix + chunk_len, mean reward of the group)
+
+
+def assign_credit(
+    rollout: Rollout,
+    problems: Mapping[str, Problem],
+    references: ReferenceBank,
+    critic: Critic | None,
+    grade: GradeMany,
+    decode: Callable[[np.ndarray], str],
+    *,
+    chunk_len: int,
+    min_valid: int,
+    version: int,
+) -> Credit:
+    """One value an end, one advantage a chunk. `critic` None: every end must be closed (the GRPO baselines)."""
+    groups = rollout.groups
+    stops = [[chunk.stop for chunk in group.chunks] for group in groups]
+    # An open chunk that already holds a complete answer has nothing left to bootstrap: it is graded.
+    answered = [end for end in open_ends(stops) if answer_is_complete(decode(_response(groups, end)))]
+    graded_ends = closed_ends(stops) + answered
+    items = [(problem, sample.token_ids) for problem, sample in rollout.fresh]
+    items += [(problems[groups[b].continuation.prefix.problem_id], _response(groups, (b, g))) for b, g in graded_ends]
+    grades = grade(items)
+    fresh = tuple(
+        Trajectory(problem.problem_id, sample.token_ids, result.reward, version)
+        for (problem, sample), result in zip(rollout.fresh, grades)
+    )
+    by_end = dict(zip(graded_ends, grades[len(rollout.fresh) :], strict=True))
+    valued_ends = [end for end in open_ends(stops) if end not in by_end]
+    probes, ends, audits = _ask_critic(groups, valued_ends, problems, references, critic, chunk_len)
+    endpoints = endpoint_values(stops, by_end, valued_ends, ends)
+    advantages, weights = group_advantages(endpoints.value, endpoints.valid)
+    targets, records = (
+        critic_books([g.continuation.prefix for g in groups], endpoints, probes, min_valid=min_valid, version=version)
+        if critic is not None
+        else ([], [])
+    )
+    outcomes = tuple((value, float(endpoints.value[b].mean())) for b, value in audits)
+    return Credit(fresh, by_end, endpoints, advantages, weights, tuple(targets), tuple(records), probes, outcomes)
+
+
+def _response(groups: Sequence[ChunkGroup], end: tuple[int, int]) -> np.ndarray:
+    return response_of(groups[end[0]], groups[end[0]].chunks[end[1]])
+
+
+def _ask_critic(
+    groups: Sequence[ChunkGroup],
+    valued_ends: Sequence[tuple[int, int]],
+    problems: Mapping[str, Problem],
+    references: ReferenceBank,
+    critic: Critic | None,
+    chunk_len: int,
+) -> tuple[Values, Values, list[tuple[int, float]]]:
+    """One call for the probes V(s), the chunk ends V(s + c_i) and the audits, with the weights before this update."""
+    if critic is None:
+        return NO_VALUES, NO_VALUES, []
+
+    def state(problem_id: str, response_ids: np.ndarray) -> CriticState:
+        return CriticState(problems[problem_id], response_ids, references.get(problem_id))
+
+    prefixes = [group.continuation.prefix for group in groups]
+    audits = audit_states(groups, chunk_len)
+    states = [state(prefix.problem_id, prefix.response_ids) for prefix in prefixes]
+    states += [state(prefixes[b].problem_id, _response(groups, (b, g))) for b, g in valued_ends]
+    states += [state(prefix.problem_id, ids) for _, prefix, ids in audits]
+    values = critic.score(states)
+    bounds = np.cumsum([len(prefixes), len(valued_ends)])
+    probe, end, audit = (
+        Values(value, valid)
+        for value, valid in zip(np.split(values.value, bounds), np.split(values.valid, bounds), strict=True)
+    )
+    audited = [
+        (index, float(value)) for (index, _, _), value, valid in zip(audits, audit.value, audit.valid) if valid
+    ]
+    return probe, end, audited
+
+
+def train_sequences(groups: Sequence[ChunkGroup], credit: Credit, problems: Mapping[str, Problem]) -> list[TrainSequence]:
+    """All chunks in slot order: the tokens of a chunk share its advantage, its prefix is context."""
+    sequences = []
+    for b, group in enumerate(groups):
+        prefix = group.continuation.prefix
+        context = context_ids(problems[prefix.problem_id], prefix.response_ids)
+        sequences += [
+            TrainSequence(
+                token_ids=np.concatenate([context, chunk.token_ids]),
+                num_context=len(context),
+                behavior_logprobs=chunk.behavior_logprobs,
+                advantage=float(credit.advantages[b, g]),
+                weight=float(credit.weights[b, g]),
+                empty_prefix=len(prefix.response_ids) == 0,
+            )
+            for g, chunk in enumerate(group.chunks)
+        ]
+    return sequences
+
+
+def reference_candidates(
+    rollout: Rollout, credit: Credit, min_reward: float
+) -> dict[str, list[np.ndarray]]:
+    """Complete responses graded at least `min_reward`, fresh and trained, by problem (ALGORITHM section 3, item 9)."""
+    found: dict[str, list[np.ndarray]] = {}
+    for trajectory in credit.fresh:
+        if trajectory.reward >= min_reward:
+            found.setdefault(trajectory.problem_id, []).append(trajectory.response_ids)
+    for end, grade in credit.grades.items():
+        if grade.valid and grade.reward >= min_reward:
+            problem_id = rollout.groups[end[0]].continuation.prefix.problem_id
+            found.setdefault(problem_id, []).append(_response(rollout.groups, end))
+    return found

@@ -1,0 +1,93 @@
+"""The update of one step: actor minibatch 1, critic, the actor's other minibatches (ALGORITHM section 3, item 10)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron_ac2.config import Config
+from megatron_ac2.random_streams import stream
+from megatron_ac2.state import RunState
+from megatron_ac2.training.actor import Actor, score_metrics
+from megatron_ac2.types import Critic, CriticExample, CriticState, TrainSequence
+
+
+def update_actor_and_critic(
+    actor: Actor, critic: Critic | None, state: RunState, sequences: Sequence[TrainSequence], config: Config, step: int
+) -> dict[str, float]:
+    """All of the step's optimizer updates. A collective.
+
+    The whole batch is scored before any update, so that every minibatch's proximal log-probs are those of the weights
+    that sampled it, and the clip works against them.
+    """
+    size = len(sequences) // config.actor.num_minibatches
+    minibatches = [
+        actor.pack_minibatch(sequences[first : first + size]) for first in range(0, len(sequences), size)
+    ]
+    scored = score_metrics([actor.score(minibatch) for minibatch in minibatches])
+    if config.entropy.enabled:
+        state.entropy_clip.update(scored["empty_prefix_entropy"])
+    clip_high = config.actor.clip_high + (state.entropy_clip.k if config.entropy.enabled else 0.0)
+    updates, criticised = [], {}
+    for minibatch in minibatches:
+        updates.append(actor.update(minibatch, clip_high))
+        if critic is not None and len(updates) == 1:
+            criticised = update_critic(critic, state, config, step)
+    if criticised:
+        _control_critic_lr(critic, state, criticised, [update["update_norm"] for update in updates])
+    return _actor_metrics(scored, updates, clip_high) | {f"critic/{k}": v for k, v in criticised.items()}
+
+
+def update_critic(critic: Critic, state: RunState, config: Config, step: int) -> dict[str, float]:
+    """`updates_per_step` updates, each on a batch drawn from the target buffer. Empty while the buffer is.
+
+    A pair whose problem has a reference is learnt with and without it, at weight 1/2 each.
+    """
+    metrics: dict[str, float] = {}
+    squared_norm = 0.0
+    for index in range(config.critic.updates_per_step if len(state.targets) else 0):
+        targets = state.targets.sample(config.critic.batch_size, stream(config.run.seed, "targets", step, index))
+        examples = []
+        for target in targets:
+            problem = state.stream.by_id[target.problem_id]
+            reference = state.references.get(target.problem_id) if config.critic.use_references else None
+            plain = CriticState(problem, target.response_ids, None)
+            if reference is None:
+                examples.append(CriticExample(plain, target.value, 1.0))
+            else:
+                privileged = CriticState(problem, target.response_ids, reference)
+                examples += [CriticExample(plain, target.value, 0.5), CriticExample(privileged, target.value, 0.5)]
+        metrics = critic.update(examples)
+        squared_norm += metrics["update_norm"] ** 2
+    return metrics | {"update_norm": math.sqrt(squared_norm)} if metrics else {}
+
+
+def _control_critic_lr(
+    critic: Critic, state: RunState, metrics: dict[str, float], actor_norms: Sequence[float]
+) -> None:
+    """The rate that this step's norms leave for the next update; a non-finite loss halves it at once."""
+    if not math.isfinite(metrics["loss"]):
+        state.critic_lr.observe_non_finite()
+    else:
+        state.critic_lr.observe(metrics["update_norm"], actor_norms)
+    metrics["lr"] = state.critic_lr.lr
+    critic.optimizer.set_lr(state.critic_lr.lr)
+
+
+def _actor_metrics(
+    scored: dict[str, float], updates: Sequence[dict[str, float]], clip_high: float
+) -> dict[str, float]:
+    first = {f"actor/{name}": value for name, value in updates[0].items()}
+    metrics = first | {
+        "actor/entropy": scored["entropy"],
+        "actor/entropy_empty_prefix": scored["empty_prefix_entropy"],
+        "actor/clip_high": clip_high,
+        "actor/loss": sum(update["loss"] for update in updates) / len(updates),
+        "actor/grad_norm": max(update["grad_norm"] for update in updates),
+        "actor/update_norm": sum(update["update_norm"] for update in updates),
+    }
+    names = {
+        "mean_abs": "logprob_abs_mean", "max_abs": "logprob_abs_max", "k1": "kl_k1", "k3": "kl_k3", "ess": "ess",
+        "ratio_above_2": "ratio_above_2", "ratio_below_half": "ratio_below_half",
+    }  # fmt: skip
+    return metrics | {f"mismatch/{new}": scored[f"mismatch/{old}"] for old, new in names.items()}

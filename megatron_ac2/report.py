@@ -1,0 +1,89 @@
+"""The numbers of a step that every run reports (ALGORITHM section 6), under the names of metrics.METRICS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+import numpy as np
+
+from megatron_ac2.algorithm.readiness import errors_by_tag
+from megatron_ac2.credit import Credit
+from megatron_ac2.metrics import critic_calibration, invalid_rate, share
+from megatron_ac2.parts import Parts
+from megatron_ac2.perf import PhaseTimer, memory_metrics
+from megatron_ac2.rollout import Rollout
+from megatron_ac2.state import RunState
+from megatron_ac2.types import TrainSequence
+
+
+def step_metrics(
+    rollout: Rollout,
+    credit: Credit,
+    state: RunState,
+    ready_before: Set[str],
+    parts: Parts,
+    timer: PhaseTimer,
+    sequences: Sequence[TrainSequence],
+) -> dict[str, float]:
+    """Counts what was sampled into `state.counters` and returns the step's row. Equal on every rank but for times."""
+    lengths = request_lengths(rollout)
+    new_tokens = sum(num_new for _, num_new in lengths)
+    state.counters.decoding_flops += parts.decoding_cost.total(lengths)
+    state.counters.generated_tokens += new_tokens
+    state.counters.prefill_tokens += sum(num_context for num_context, _ in lengths)
+    trained_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+    row = {
+        "train/reward": _mean([trajectory.reward for trajectory in credit.fresh]),
+        "train/endpoint_value": float(credit.endpoints.value.mean()),
+        "train/advantage_abs": float(np.abs(credit.advantages).mean()),
+        "train/chunk_len": _mean([len(chunk.token_ids) for group in rollout.groups for chunk in group.chunks]),
+        "train/grader_failures": _mean([not grade.valid for grade in credit.grades.values()]),
+        "perf/decoding_flops": state.counters.decoding_flops,
+        "perf/generated_tokens": float(state.counters.generated_tokens),
+        "perf/prefill_tokens": float(state.counters.prefill_tokens),
+        "perf/generation_tokens_per_s": timer.tokens_per_second(new_tokens, "sample"),
+        "perf/training_tokens_per_s": timer.tokens_per_second(trained_tokens, "train"),
+        **memory_metrics(),
+        **{f"share/{stop}": value for stop, value in stop_shares(rollout).items()},
+    }
+    return row | critic_metrics(rollout, credit, state, ready_before) if parts.critic is not None else row
+
+
+def critic_metrics(rollout: Rollout, credit: Credit, state: RunState, ready_before: Set[str]) -> dict[str, float]:
+    modes = [group.continuation.mode for group in rollout.groups]
+    problem_ids = [group.continuation.prefix.problem_id for group in rollout.groups]
+    from_critic = credit.endpoints.from_critic
+    audit_values, audit_rewards = (np.array(column) for column in (zip(*credit.audits) if credit.audits else ((), ())))
+    mae, bias = critic_calibration(audit_values, audit_rewards)
+    return {
+        "readiness/ready_fraction": share([problem_id in ready_before for problem_id in problem_ids]),
+        "readiness/ready_problems": float(len(state.readiness.ready)),
+        "readiness/global_error": state.readiness.global_error,
+        "readiness/audits": float(modes.count("audit")),
+        "critic/endpoint_share": share(from_critic),
+        "critic/invalid_probe": invalid_rate(credit.probes.valid),
+        "critic/invalid_endpoint": invalid_rate(credit.endpoints.valid[from_critic]),
+        "critic/audit_mae": mae,
+        "critic/audit_bias": bias,
+        "critic/num_targets": float(len(state.targets)),
+        "critic/references": float(len(state.references)),
+        **{f"critic/error_{tag}": error for tag, error in errors_by_tag(credit.records).items()},
+    }
+
+
+def request_lengths(rollout: Rollout) -> list[tuple[int, int]]:
+    """(prompt + prefix, new tokens) of every request that counts as decoding: fresh rollouts and all groups."""
+    lengths = [(len(problem.prompt_ids), len(sample.token_ids)) for problem, sample in rollout.fresh]
+    for group in rollout.groups:
+        context = group.num_context
+        lengths += [(context, len(chunk.token_ids)) for chunk in group.chunks]
+    return lengths
+
+
+def stop_shares(rollout: Rollout) -> dict[str, float]:
+    stops = [chunk.stop for group in rollout.groups for chunk in group.chunks]
+    return {stop: stops.count(stop) / max(len(stops), 1) for stop in ("chunk_end", "eos", "budget")}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")

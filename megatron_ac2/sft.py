@@ -1,0 +1,179 @@
+"""Supervised learning on the same Megatron step: the policy on worked solutions, or a value head on step labels.
+
+`python -m megatron_ac2.sft config.yaml [section.field=value ...]`, alone or under torchrun. Rows of `sft.data` (JSONL):
+`prompt`, `response`, and for a value head `step_ends` (character offsets) with `step_correct` (0 or 1 each).
+Writes a Hugging Face folder, with `training_cost.json` beside the weights so that a run which starts there can report it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from megatron_ac2.algorithm.losses import value_bce_loss
+from megatron_ac2.config import ModelConfig, OptimizerConfig, ParallelConfig, load_config
+from megatron_ac2.data.packing import pack, plan_microbatches
+from megatron_ac2.data.worked import WorkedSolution, load_worked
+from megatron_ac2.entry import run_entry_point
+from megatron_ac2.kernels.chunk_loss import vocab_parallel_logprobs_and_entropy
+from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
+from megatron_ac2.model.hf_weights import load_hf_weights, save_hf
+from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
+from megatron_ac2.random_streams import stream
+from megatron_ac2.training.optimizer import build_optimizer
+from megatron_ac2.training.step import Loss, apply_step, forward_backward, to_device, token_alignment
+from megatron_ac2.types import PackedBatch, UserError
+
+COST_FILE = "training_cost.json"
+
+
+@dataclass
+class StageConfig:
+    data: str = "???"
+    out: str = "???"
+    head: str = "lm"  # lm | value
+    num_steps: int = 300
+    batch_size: int = 64
+    warmup_steps: int = 30
+    min_lr_fraction: float = 0.02
+    max_tokens_per_microbatch: int = 16_384
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-3, betas=(0.9, 0.98)))
+    log_every: int = 25
+
+
+@dataclass
+class SftRun:
+    dir: str = "runs/sft"
+    seed: int = 0
+    timeout_minutes: float = 10.0
+
+
+@dataclass
+class SftConfig:
+    run: SftRun = field(default_factory=SftRun)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    sft: StageConfig = field(default_factory=StageConfig)
+    megatron: dict[str, Any] = field(default_factory=dict)
+
+def main() -> int:
+    if len(sys.argv) < 2:
+        raise UserError("usage: python -m megatron_ac2.sft CONFIG.yaml [section.field=value ...]")
+    config = load_config(sys.argv[1], sys.argv[2:], SftConfig)
+    if config.sft.head not in ("lm", "value"):
+        raise UserError(f"sft.head: found {config.sft.head!r}, accepted: lm, value")
+    train(config)
+    return 0
+
+
+def train(config: SftConfig) -> None:
+    """Build the model on this job's layout, run the stage, save the folder `sft.out`."""
+    stage, dtype = config.sft, getattr(torch, config.model.dtype)
+    hf_config = load_hf_config(config.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    rows = load_worked(stage.data, tokenizer, tokenizer.eos_token_id)
+    if stage.head == "value" and not all(len(row.step_positions) for row in rows):
+        raise UserError(f'{stage.data}: a value head needs "step_ends" and "step_correct" in every row')
+    topology = init_topology(config.parallel, config.run.seed, config.run.timeout_minutes)
+    model = build_model(hf_config, topology, config.parallel, dtype, stage.head, config.megatron, config.run.seed)
+    load_hf_weights(model, hf_config, topology, config.model.path)
+    ddp = wrap_ddp(model, stage.optimizer.distributed)
+    optimizer = build_optimizer(ddp, stage.optimizer, dtype)
+    loss_function = (
+        partial(language_loss, topology.pg.tp, hf_config.vocab_size) if stage.head == "lm" else value_loss
+    )
+    started, tokens = time.monotonic(), 0
+    for step in range(stage.num_steps):
+        optimizer.set_lr(learning_rate(stage, step))
+        batch = [rows[index] for index in batch_indices(len(rows), stage.batch_size, step, config.run.seed)]
+        microbatches = microbatches_of(batch, stage, topology, tokenizer.pad_token_id)
+        metrics = forward_backward(ddp, microbatches, loss_function, topology)
+        stepped = apply_step(optimizer, metrics)
+        tokens += sum(len(row.token_ids) for row in batch)
+        if topology.rank == 0 and (step % stage.log_every == 0 or step == stage.num_steps - 1):
+            speed = tokens / (time.monotonic() - started)
+            print(
+                f"sft {stage.head} step {step + 1}/{stage.num_steps} loss {metrics['loss']:.4f} "
+                f"grad_norm {stepped['grad_norm']:.3f} {speed:,.0f} tokens/s",
+                flush=True,
+            )
+    save_hf(ddp, hf_config, topology, stage.out, config.model.path)
+    if topology.rank == 0:
+        cost = {"head": stage.head, "steps": stage.num_steps, "tokens": tokens, "seconds": time.monotonic() - started}
+        (Path(stage.out) / COST_FILE).write_text(json.dumps(cost))
+    shutdown()
+
+
+def batch_indices(num_rows: int, batch_size: int, step: int, seed: int) -> list[int]:
+    """Rows of one step: an order keyed by (seed, epoch), without replacement within the epoch."""
+    per_epoch = max(num_rows // batch_size, 1)
+    epoch, place = divmod(step, per_epoch)
+    order = stream(seed, "sft_order", epoch).permutation(num_rows)
+    return order[place * batch_size : (place + 1) * batch_size].tolist()
+
+
+def learning_rate(stage: StageConfig, step: int) -> float:
+    """Linear warm-up, then half a cosine down to `min_lr_fraction` of the peak."""
+    if step < stage.warmup_steps:
+        return stage.optimizer.lr * (step + 1) / stage.warmup_steps
+    done = (step - stage.warmup_steps) / max(stage.num_steps - stage.warmup_steps, 1)
+    fraction = stage.min_lr_fraction + (1 - stage.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * done))
+    return stage.optimizer.lr * fraction
+
+
+def microbatches_of(
+    batch: Sequence[WorkedSolution], stage: StageConfig, topology: Topology, pad_id: int
+) -> list[PackedBatch]:
+    """This data rank's microbatches. A value head is labelled at step ends only, so its loss starts at the prompt."""
+    plan = plan_microbatches([len(row.token_ids) for row in batch], topology.data, stage.max_tokens_per_microbatch)
+    packed = []
+    for indices in plan[topology.data_rank]:
+        rows = [batch[index] for index in indices]
+        fields = {} if stage.head == "lm" else {"labelled": [_labelled(row) for row in rows],
+                                                "targets": [_targets(row) for row in rows]}  # fmt: skip
+        batch_of = pack(
+            [row.token_ids for row in rows], fields, [row.prompt_len for row in rows], token_alignment(topology), pad_id
+        )
+        packed.append(to_device(batch_of, topology.device))
+    return packed
+
+
+def _labelled(row: WorkedSolution) -> np.ndarray:
+    """1 where a value is labelled. Entry i sits at position prompt_len - 1 + i, as every field of a pack does."""
+    marks = np.zeros(len(row.token_ids) - row.prompt_len, dtype=np.float32)
+    marks[row.step_positions - row.prompt_len + 1] = 1.0
+    return marks
+
+
+def _targets(row: WorkedSolution) -> np.ndarray:
+    targets = np.zeros(len(row.token_ids) - row.prompt_len, dtype=np.float32)
+    targets[row.step_positions - row.prompt_len + 1] = row.step_correct
+    return targets
+
+
+def language_loss(tp_group: Any, vocab_size: int, logits: torch.Tensor, batch: PackedBatch) -> Loss:
+    """Negative log-likelihood of the response tokens, summed; logits [1, T, V / tp]."""
+    logprobs, _ = vocab_parallel_logprobs_and_entropy(logits, batch.labels, tp_group, 1.0, vocab_size)
+    return -(logprobs * batch.loss_mask).sum(), batch.loss_mask.sum(), {}
+
+
+def value_loss(logits: torch.Tensor, batch: PackedBatch) -> Loss:
+    """Binary cross-entropy at the labelled positions, summed; logits [1, T, 1]."""
+    labelled = batch.fields["labelled"]
+    total = value_bce_loss(logits.squeeze(-1), batch.fields["targets"], labelled)
+    return total, labelled.sum(), {}
+
+
+if __name__ == "__main__":
+    run_entry_point(main)

@@ -1,0 +1,90 @@
+"""Everything a resume needs beyond weights and optimizers (ALGORITHM section 2). Equal on every rank at every step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_ac2.algorithm.controllers import CriticLearningRate, EntropyClip
+from megatron_ac2.algorithm.readiness import Readiness
+from megatron_ac2.algorithm.references import ReferenceBank
+from megatron_ac2.algorithm.replay import ReplayBuffer, TargetBuffer
+from megatron_ac2.config import Config
+from megatron_ac2.data.problems import ProblemStream
+from megatron_ac2.types import Problem
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals that a report or a plot needs across restarts."""
+
+    decoding_flops: float = 0.0
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class RunState:
+    stream: ProblemStream
+    replay: ReplayBuffer
+    targets: TargetBuffer
+    references: ReferenceBank
+    readiness: Readiness
+    entropy_clip: EntropyClip
+    critic_lr: CriticLearningRate
+    counters: Counters
+    next_step: int = 0
+
+    @classmethod
+    def fresh(cls, config: Config, problems: Sequence[Problem]) -> RunState:
+        entropy, critic = config.entropy, config.critic
+        return cls(
+            stream=ProblemStream(problems, seed=config.run.seed, shuffle=config.data.shuffle),
+            replay=ReplayBuffer(config.replay.capacity),
+            targets=TargetBuffer(config.replay.target_capacity),
+            references=ReferenceBank(),
+            readiness=Readiness(
+                config.readiness.global_threshold, config.readiness.local_threshold, config.readiness.window
+            ),
+            entropy_clip=EntropyClip(entropy.k_init, entropy.step, entropy.target, entropy.k_min, entropy.k_max),
+            critic_lr=CriticLearningRate(
+                critic.optimizer.lr, critic.lr_min, critic.lr_ratio_limit, critic.lr_patience
+            ),
+            counters=Counters(),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {name: getattr(self, name).state_dict() for name in _STATEFUL}
+        counters = {f.name: getattr(self.counters, f.name) for f in fields(Counters)}
+        return {**parts, "counters": counters, "next_step": self.next_step}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        for name in _STATEFUL:
+            getattr(self, name).load_state_dict(saved[name])
+        self.counters = Counters(**saved["counters"])
+        self.next_step = int(saved["next_step"])
+
+
+_STATEFUL = ("stream", "replay", "targets", "references", "readiness", "entropy_clip", "critic_lr")
+
+
+def identity(config: Config, hf_config: Any, tokenizer: Any, prompt_hash: str) -> dict[str, str]:
+    """What must not change between a checkpoint and the run that loads it; compared key by key."""
+    architecture = {
+        key: getattr(hf_config, key)
+        for key in ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                    "intermediate_size", "vocab_size", "tie_word_embeddings")
+    }  # fmt: skip
+    vocabulary = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+    template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
+    return {
+        "model": ", ".join(f"{key}={value}" for key, value in architecture.items()),
+        "tokenizer": vocabulary,
+        "chat_template": template,
+        "critic.kind": config.critic.kind if config.sampling.routing == "ac2" else "none",
+        "value_prompt": prompt_hash,
+        "run.seed": str(config.run.seed),
+    }
