@@ -41,7 +41,7 @@ class EntropyClip:
 class CriticLearningRate:
     """Halves the critic's learning rate, down to `lr_min`, when its updates outgrow the actor's.
 
-    `patience` consecutive steps with ||d critic|| / sum ||d actor|| > `ratio_limit` halve it, and the count starts anew.
+    `patience` consecutive steps with ||d critic|| / sum ||d actor|| > `ratio_limit` halve it; the count starts anew.
     """
 
     def __init__(self, lr: float, lr_min: float, ratio_limit: float, patience: int):

@@ -45,8 +45,9 @@ def endpoint_values(
     """stops [B][G] with equal G; `critic_values` in the order of `critic_ends`.
 
     A chunk that already holds a complete answer may be graded instead of valued. A closed end without a grade held no
-    answer: reward 0, and that is known. A failed grader is reward 0 for the actor and unknown for the critic. Raises ValueError for an open end left without a value, a critic value where none
-    belongs, or groups of unequal size; UserError for a reward outside [0, 1].
+    answer: reward 0, and that is known. A failed grader is reward 0 for the actor and unknown for the critic.
+    Raises ValueError for an open end left without a value, a critic value where none belongs, or groups of unequal
+    size; UserError for a reward outside [0, 1].
     """
     shape = (len(stops), len(stops[0]) if stops else 0)
     if any(len(group) != shape[1] for group in stops):

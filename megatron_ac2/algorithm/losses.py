@@ -64,8 +64,8 @@ def clipped_policy_loss(
 def value_bce_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     """Binary cross-entropy of value = sigmoid(logit) against a soft target in [0, 1]: the weighted sum, a scalar.
 
-    All tensors [...] of one shape; weight 0 takes an entry out. Its minimum is at value == target, and its gradient on a
-    logit is weight * (value - target).
+    All tensors [...] of one shape; weight 0 takes an entry out. Its minimum is at value == target, and its gradient on
+    a logit is weight * (value - target).
     """
     keep = weights != 0
     logits = _wide(logits).masked_fill(~keep, 0.0)

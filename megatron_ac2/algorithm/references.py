@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from megatron_ac2.algorithm.ragged import join_ids, split_ids
-from megatron_ac2.types import Grade
-
-
-def reference_candidates(
-    graded: Iterable[tuple[str, np.ndarray, Grade]], min_reward: float
-) -> dict[str, list[np.ndarray]]:
-    """(problem id, complete response int32[L], grade) -> the responses good enough to be a reference, by problem."""
-    candidates: dict[str, list[np.ndarray]] = {}
-    for problem_id, response_ids, grade in graded:
-        if grade.valid and grade.reward >= min_reward:
-            candidates.setdefault(problem_id, []).append(response_ids)
-    return candidates
 
 
 class ReferenceBank:

@@ -53,16 +53,14 @@ def pack(
     loss_starts: Sequence[int],
     align: int,
     pad_id: int,
-    weights: Sequence[float] | None = None,
 ) -> PackedBatch:
     """Lay sequences int[L_i] end to end and pad to a multiple of `align` tokens.
 
     Tokens from `loss_starts[i]` (>= 1) on carry loss; `fields[name][i]` is float[L_i - loss_starts[i]], one value for
-    each of them, placed at the position whose logits predict it: loss_starts[i] - 1 ... L_i - 2. `weights[i]` scales
-    the sequence's loss mask (default 1; 0 takes it out). No sequence gives one all-masked batch of `align` tokens that
-    still has every field. Raises ValueError for lengths that do not match.
+    each of them, placed at the position whose logits predict it: loss_starts[i] - 1 ... L_i - 2. No sequence gives
+    one all-masked batch of `align` tokens that still has every field. Raises ValueError for lengths that do not match.
     """
-    _check_lengths(sequences, fields, loss_starts, align, weights)
+    _check_lengths(sequences, fields, loss_starts, align)
     lengths = [len(ids) for ids in sequences]
     total = sum(lengths)
     padded = max(-(-total // align), 1) * align
@@ -77,7 +75,7 @@ def pack(
         token_ids[start:end] = ids
         labels[start : end - 1] = ids[1:]
         predicting = slice(start + loss_starts[i] - 1, end - 1)
-        loss_mask[predicting] = 1.0 if weights is None else weights[i]
+        loss_mask[predicting] = 1.0
         for name, column in columns.items():
             column[predicting] = fields[name][i]
     return PackedBatch(
@@ -101,12 +99,10 @@ def _check_lengths(
     fields: Mapping[str, Sequence[np.ndarray]],
     loss_starts: Sequence[int],
     align: int,
-    weights: Sequence[float] | None,
 ) -> None:
     if align < 1:
         raise ValueError(f"pack: align {align}, must be >= 1")
-    per_sequence = {"loss_starts": loss_starts, **({} if weights is None else {"weights": weights}), **fields}
-    for name, column in per_sequence.items():
+    for name, column in {"loss_starts": loss_starts, **fields}.items():
         if len(column) != len(sequences):
             raise ValueError(f"pack: {name} has {len(column)} entries for {len(sequences)} sequences")
     for i, (ids, start) in enumerate(zip(sequences, loss_starts)):

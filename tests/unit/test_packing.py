@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ac2.data.packing import pack, plan_microbatches
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+def test_plan_hand_worked() -> None:
+    # longest first: 7 -> rank 0, 5 -> rank 1, 4 -> rank 1 (5 < 7), 3 -> rank 0 (7 < 9), 1 -> rank 1 (9 < 10)
+    assert plan_microbatches([3, 7, 4, 1, 5], num_ranks=2, max_tokens=8) == [[[1], [0]], [[3, 4], [2]]]
+
+
+def test_a_sequence_over_the_limit_has_a_microbatch_to_itself() -> None:
+    (bins,) = plan_microbatches([100, 1, 2], num_ranks=1, max_tokens=10)
+    assert bins == [[0], [1, 2]]
+
+
+def test_short_ranks_end_with_empty_microbatches() -> None:
+    assert plan_microbatches([9, 9, 9], num_ranks=2, max_tokens=9) == [[[0], [2]], [[1], []]]
+    assert plan_microbatches([5], num_ranks=3, max_tokens=9) == [[[0]], [[]], [[]]]
+
+
+def test_no_sequence_still_gives_every_rank_a_microbatch() -> None:
+    assert plan_microbatches([], num_ranks=2, max_tokens=9) == [[[]], [[]]]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=40), num_ranks=st.integers(1, 5), max_tokens=st.integers(1, 60)
+)
+@settings(max_examples=150, deadline=None)
+def test_plan_invariants(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
+    plan = plan_microbatches(lengths, num_ranks, max_tokens)
+    assert plan == plan_microbatches(lengths, num_ranks, max_tokens)
+    assert len(plan) == num_ranks
+    assert len({len(bins) for bins in plan}) == 1 and len(plan[0]) >= 1
+    assert sorted(index for bins in plan for members in bins for index in members) == list(range(len(lengths)))
+    for bins in plan:
+        for members in bins:
+            assert len(members) <= 1 or sum(lengths[index] for index in members) <= max_tokens
+    loads = [sum(lengths[index] for members in bins for index in members) for bins in plan]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+@pytest.mark.parametrize(("lengths", "num_ranks", "max_tokens"), [([1], 0, 4), ([1], 1, 0), ([0], 1, 4)])
+def test_plan_refuses_sizes_below_one(lengths, num_ranks, max_tokens) -> None:
+    with pytest.raises(ValueError, match="must be >= 1"):
+        plan_microbatches(lengths, num_ranks, max_tokens)
+
+
+def test_pack_hand_worked() -> None:
+    batch = pack(
+        [ids(10, 11, 12, 13), ids(20, 21)],
+        {"advantages": [floats(0.5, -0.5), floats(2.0)], "logprobs": [floats(-1.0, -2.0), floats(-3.0)]},
+        loss_starts=[2, 1],
+        align=4,
+        pad_id=99,
+    )
+    assert batch.token_ids.tolist() == [[10, 11, 12, 13, 20, 21, 99, 99]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1]]
+    assert batch.labels.tolist() == [[11, 12, 13, 99, 21, 99, 99, 99]]
+    assert batch.loss_mask.tolist() == [[0, 1, 1, 0, 1, 0, 0, 0]]
+    assert batch.fields["advantages"].tolist() == [[0, 0.5, -0.5, 0, 2.0, 0, 0, 0]]
+    assert batch.fields["logprobs"].tolist() == [[0, -1.0, -2.0, 0, -3.0, 0, 0, 0]]
+    assert batch.cu_seqlens.tolist() == [0, 4, 6, 8]
+    assert batch.max_seq_len == 4
+
+
+def test_pack_dtypes() -> None:
+    batch = pack([ids(1, 2)], {"x": [np.array([1.0])]}, [1], 1, 0)
+    assert batch.token_ids.dtype == batch.position_ids.dtype == batch.labels.dtype == torch.int64
+    assert batch.loss_mask.dtype == batch.fields["x"].dtype == torch.float32
+    assert batch.cu_seqlens.dtype == torch.int32
+
+
+def test_no_padding_means_no_padding_sequence() -> None:
+    batch = pack([ids(1, 2, 3), ids(4)], {}, [1, 1], align=4, pad_id=0)
+    assert batch.cu_seqlens.tolist() == [0, 3, 4]
+
+
+def test_a_long_padding_counts_for_the_longest_sequence() -> None:
+    assert pack([ids(1, 2)], {}, [1], align=16, pad_id=0).max_seq_len == 14
+
+
+def test_empty_pack_is_one_masked_batch_with_every_field() -> None:
+    batch = pack([], {"advantages": [], "logprobs": []}, [], align=8, pad_id=5)
+    assert batch.token_ids.tolist() == [[5] * 8]
+    assert batch.cu_seqlens.tolist() == [0, 8] and batch.max_seq_len == 8
+    assert batch.loss_mask.sum() == 0
+    assert set(batch.fields) == {"advantages", "logprobs"}
+    assert all(field.shape == (1, 8) and (field == 0).all() for field in batch.fields.values())
+
+
+def test_a_sequence_may_carry_no_loss() -> None:
+    batch = pack([ids(1, 2, 3)], {"x": [floats()]}, [3], align=1, pad_id=0)
+    assert batch.loss_mask.tolist() == [[0, 0, 0]]
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 8)), max_size=6),
+    align=st.integers(1, 8),
+)
+@settings(max_examples=100, deadline=None)
+def test_every_loss_token_is_found_where_its_logits_are(shapes, align) -> None:
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 1000, length).astype(np.int32) for length, _ in shapes]
+    starts = [max(1, min(start, length)) for length, start in shapes]
+    fields = {"label": [sequence[start:].astype(np.float32) for sequence, start in zip(sequences, starts)]}
+    batch = pack(sequences, fields, starts, align, pad_id=0)
+    num_tokens = batch.token_ids.shape[1]
+    assert num_tokens % align == 0 and batch.cu_seqlens[-1] == num_tokens
+    assert num_tokens - sum(map(len, sequences)) < align or not sequences
+    mask = batch.loss_mask[0].bool()
+    expected = np.concatenate([[], *(sequence[start:] for sequence, start in zip(sequences, starts))])
+    assert batch.labels[0][mask].tolist() == expected.tolist()
+    assert batch.fields["label"][0][mask].tolist() == expected.tolist()
+    assert (batch.fields["label"][0][~mask] == 0).all()
+    following = batch.token_ids[0].roll(-1)
+    assert (batch.labels[0][mask] == following[mask]).all()  # the next token of the same sequence
+    assert not mask[batch.cu_seqlens[1:].long() - 1].any()
+
+
+@pytest.mark.parametrize(
+    ("fields", "starts", "align", "message"),
+    [
+        ({}, [0], 1, r"loss_starts\[0\] is 0, accepted: 1 to 3"),
+        ({}, [4], 1, r"loss_starts\[0\] is 4"),
+        ({}, [1, 1], 1, "loss_starts has 2 entries for 1 sequences"),
+        ({"x": [floats(1.0)]}, [1], 1, r"x\[0\] has 1 values for 2 loss tokens"),
+        ({"x": []}, [1], 1, "x has 0 entries"),
+        ({}, [1], 0, "align 0"),
+    ],
+)
+def test_pack_refuses_what_does_not_match(fields, starts, align, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack([ids(1, 2, 3)], fields, starts, align, 0)
