@@ -1,0 +1,244 @@
+"""The colocated vLLM engine, in our own processes: each `engine.tensor_parallel` consecutive ranks hold one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_ac2.config import EngineConfig
+from megatron_ac2.engine.environment import preserved_process, preserved_random_state, quiet, set_environment
+from megatron_ac2.engine.requests import check_requests, divide_requests, merge_shares, pack_samples
+from megatron_ac2.parallel.collectives import gather_objects
+from megatron_ac2.parallel.topology import Topology
+from megatron_ac2.types import Sample, SampleRequest, UserError
+
+Progress = Callable[[int, int], None]  # (finished, asked) on this replica
+
+
+class WeightSyncError(RuntimeError):
+    """The engine does not hold the weights that the trainer sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallStats:
+    """One `sample` call, summed over replicas."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompts, found in the prefix cache
+    num_new_tokens: int = 0
+
+
+class ColocatedEngine:
+    """Implements `types.Sampler`. Every method is a collective over the whole job, with equal arguments on every rank.
+
+    The process group must exist before (vLLM would make its own, and the trainer would run in it), and the engine must
+    live as long as the process: deleting it destroys the process group.
+    """
+
+    version: int
+    last_call: CallStats
+
+    def __init__(
+        self,
+        model_path: str,
+        engine: EngineConfig,
+        topology: Topology,
+        dtype: str,
+        max_model_len: int,
+        stop_token_ids: Sequence[int],
+        seed: int,
+        version: int = 0,
+    ):
+        """Starts with the weights in `model_path`, called `version`. Raises `UserError` for options vLLM refuses."""
+        if not dist.is_initialized():
+            raise RuntimeError("init_process_group must come before the engine: vLLM would make a world of its own")
+        if topology.world_size % engine.tensor_parallel:
+            raise UserError(f"engine.tensor_parallel: found {engine.tensor_parallel}, must divide the number of "
+                            f"processes ({topology.world_size})")  # fmt: skip
+        self.version = version
+        self.last_call = CallStats()
+        self.max_model_len = max_model_len
+        self.can_sleep = not topology.on_cpu
+        self._config = engine
+        self._stop_token_ids = [int(token) for token in stop_token_ids]
+        self._num_replicas = topology.world_size // engine.tensor_parallel
+        self._replica, self._replica_rank = divmod(topology.rank, engine.tensor_parallel)
+        self._asleep: int | None = None  # the sleep level
+        self._unusable: str | None = None
+        arguments = dict(model=model_path, dtype=dtype, max_model_len=max_model_len, seed=seed)
+        self._llm = _build(arguments | _arguments(engine, topology), engine.options, topology.on_cpu)
+
+    def sample(self, requests: Sequence[SampleRequest], progress: Progress | None = None) -> list[Sample]:
+        """One sample a request, in order, the same list on every rank.
+
+        Log-probs are over the whole vocabulary at the request's temperature; temperature 0 is greedy, its log-probs
+        those of temperature 1. `top_ids` are exactly the k most likely tokens, sorted; the sampled one may be another.
+        A request too long for `max_model_len` raises `UserError` before any is run.
+        """
+        if self._unusable or self._asleep is not None:
+            reason = self._unusable or "it is asleep; call wake or load_weights"
+            raise RuntimeError(f"the engine cannot sample: {reason}")
+        check_requests(requests, self.max_model_len)
+        share = divide_requests(requests, self._num_replicas)[self._replica]
+        error, mine, stats = None, {}, CallStats()
+        try:
+            with preserved_random_state():
+                mine, stats = self._generate({index: requests[index] for index in share}, progress)
+        except Exception as caught:  # the others wait in the gather: let them learn of it there
+            error = caught
+        if self._replica_rank:
+            mine, stats = {}, CallStats()
+        gathered = gather_objects((pack_samples(mine), stats, repr(error) if error else None))
+        failures = [f"rank {rank}: {message}" for rank, (_, _, message) in enumerate(gathered) if message]
+        if failures:
+            self._unusable = "an earlier call failed half-way"
+            raise RuntimeError("sampling failed on " + "; ".join(failures)) from error
+        self.last_call = CallStats(*(sum(getattr(s, f.name) for _, s, _ in gathered) for f in fields(CallStats)))
+        return merge_shares([packed for packed, _, _ in gathered], len(requests))
+
+    def load_weights(
+        self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int, verify: bool | None = None
+    ) -> None:
+        """Stream full Hugging Face tensors into the engine, drop what it cached with the old ones, then set `version`.
+
+        Every rank draws the whole stream in the same order, so it may itself run collectives. `verify` (default: the
+        config's) reads every tensor back and raises `WeightSyncError`, on every rank, naming those that differ; the
+        engine then refuses to sample until a load succeeds. Wakes a sleeping engine: weights first, the KV cache after.
+        """
+        verify = self._config.verify_weights if verify is None else verify
+        self._unusable = "its last weight load did not succeed"
+        if self._asleep is not None:
+            self._llm.wake_up(tags=["weights"])
+        with preserved_random_state():
+            problems = self._llm.collective_rpc("receive_weights", args=(named_tensors, verify))[0]
+        if self._asleep is not None:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = None
+        if not self._reset_prefix_cache():
+            problems.append("the prefix cache could not be dropped: requests are still running")
+        found = sorted({problem for share in gather_objects(problems) for problem in share})
+        if found:
+            raise WeightSyncError(f"weights of version {version} did not reach the engine: " + "; ".join(found[:20]))
+        self._unusable = None
+        self.version = version
+
+    def sleep(self, level: int = 2) -> None:
+        """Free the engine's device memory: 1 keeps the weights in host memory, 2 drops them. Does nothing on CPU."""
+        if self.can_sleep and self._asleep is None:
+            self._llm.sleep(level=level)
+            self._asleep = level
+
+    def wake(self) -> None:
+        """Take the memory back. After level 2 the weights are gone: only `load_weights` makes the engine usable."""
+        if self._asleep is None:
+            return
+        self._llm.wake_up()
+        if self._asleep == 2:
+            self._unusable = "its weights were dropped in its sleep; call load_weights"
+        self._asleep = None
+
+    def _reset_prefix_cache(self) -> bool:
+        return self._llm.reset_prefix_cache()
+
+    def _generate(
+        self, requests: dict[int, SampleRequest], progress: Progress | None
+    ) -> tuple[dict[int, Sample], CallStats]:
+        """Step vLLM until all are done, turning each output into arrays as it finishes."""
+        engine = self._llm.llm_engine
+        for index, request in requests.items():
+            prompt = {"prompt_token_ids": np.asarray(request.prompt_ids).tolist()}
+            engine.add_request(str(index), prompt, self._sampling_params(request))
+        samples: dict[int, Sample] = {}
+        num_prompt = num_cached = num_new = 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                index = int(output.request_id)
+                samples[index] = _to_sample(output.outputs[0], requests[index].num_top_logprobs, self.version)
+                num_prompt += len(requests[index].prompt_ids)
+                num_cached += output.num_cached_tokens or 0
+                num_new += len(samples[index].token_ids)
+                if progress is not None:
+                    progress(len(samples), len(requests))
+        return samples, CallStats(num_prompt, num_cached, num_new)
+
+    def _sampling_params(self, request: SampleRequest) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=request.temperature,
+            max_tokens=request.max_new_tokens,
+            seed=request.seed,
+            logprobs=request.num_top_logprobs,
+            stop_token_ids=self._stop_token_ids,
+            ignore_eos=True,  # or vLLM adds the stop tokens of the model folder's generation_config.json
+            detokenize=False,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+
+def _to_sample(completion: Any, num_top: int, version: int) -> Sample:
+    """vLLM's completion -> arrays. Its log-probs hold, a position, the sampled token and then the k most likely."""
+    token_ids = np.array(completion.token_ids, dtype=np.int32)
+    shape = (len(token_ids), 1 + num_top)
+    ids = np.array(completion.logprobs.token_ids, dtype=np.int32).reshape(shape)
+    logprobs = np.array(completion.logprobs.logprobs, dtype=np.float32).reshape(shape)
+    if completion.finish_reason not in ("stop", "length") or not np.array_equal(ids[:, 0], token_ids):
+        raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r} after {len(token_ids)} tokens")
+    return Sample(
+        token_ids=token_ids,
+        logprobs=logprobs[:, 0].copy(),
+        versions=np.full(len(token_ids), version, dtype=np.int32),
+        finish=completion.finish_reason,
+        top_ids=ids[:, 1:].copy() if num_top else None,
+        top_logprobs=logprobs[:, 1:].copy() if num_top else None,
+    )
+
+
+def _arguments(engine: EngineConfig, topology: Topology) -> dict[str, Any]:
+    """The vLLM arguments that the design fixes, or that have a config field of their own."""
+    arguments: dict[str, Any] = {
+        "max_num_seqs": engine.max_num_seqs,
+        "block_size": engine.block_size,
+        "tensor_parallel_size": engine.tensor_parallel,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # not the model folder's default temperature, top-p and the like
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "enable_prefix_caching": True,
+        "worker_extension_cls": "megatron_ac2.engine.vllm_worker.WeightReceiver",
+    }
+    if topology.on_cpu:
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30)}
+    else:
+        arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": engine.gpu_memory_utilization}
+    # The default executor knows no rank: it would put every engine of a node on GPU 0.
+    if engine.tensor_parallel > 1 or not topology.on_cpu:
+        arguments["distributed_executor_backend"] = "external_launcher"
+    if engine.tensor_parallel > 1 and topology.on_cpu:
+        arguments["worker_cls"] = "megatron_ac2.engine.vllm_cpu_worker.TorchrunCPUWorker"
+    return arguments
+
+
+def _build(arguments: dict[str, Any], options: dict[str, Any], on_cpu: bool) -> Any:
+    set_environment(on_cpu)
+    with preserved_process():
+        with quiet():
+            from vllm import LLM
+            from vllm.engine.arg_utils import EngineArgs
+        known = {field.name for field in fields(EngineArgs)}
+        problems = [f"engine.options.{name}: vLLM has no such argument" for name in options if name not in known]
+        problems += [f"engine.options.{name}: set by megatron_ac2" for name in options if name in arguments]
+        if problems:
+            raise UserError(problems)
+        try:
+            with quiet():
+                return LLM(**arguments, **options)
+        except ValueError as error:
+            raise UserError(f"engine: vLLM refused its configuration: {error}") from error

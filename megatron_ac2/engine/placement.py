@@ -1,0 +1,111 @@
+"""Where the engine keeps each Hugging Face tensor: one table by vLLM layer class, and how to read a layer back.
+
+vLLM fuses q/k/v and gate/up, shards over its tensor-parallel ranks, and on CPU repacks a linear's weight into a layout
+of its own and drops the original. Such a layer is asked for the rows of its weight by multiplying it with unit vectors,
+exactly what it will multiply activations with. Written against vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+_ALL = slice(None)
+_UNIT_VECTORS = 1024  # a block of [1024, output] activations at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`hf_name`[rows, columns] lies in rows `local_rows` of the layer's weight."""
+
+    hf_name: str
+    local_rows: slice
+    rows: slice
+    columns: slice
+
+
+def placements(model: nn.Module) -> dict[str, tuple[nn.Module, list[Placement]]]:
+    """Engine layer name -> the layer and what it holds. Raises RuntimeError for a parameter that the table lacks."""
+    table = {}
+    for name, layer in model.named_modules():
+        parameters = dict(layer.named_parameters(recurse=False))
+        if not parameters:
+            continue
+        if set(parameters) != {"weight"}:
+            raise RuntimeError(f"engine layer {name} ({type(layer).__name__}) has parameters {sorted(parameters)}; "
+                               "only plain weights can be verified: set engine.verify_weights=false")  # fmt: skip
+        table[name] = (layer, _placements_of(model, name, layer))
+    return table
+
+
+def _placements_of(model: nn.Module, name: str, layer: nn.Module) -> list[Placement]:
+    match layer:
+        case QKVParallelLinear():
+            return _qkv(name, layer)
+        case MergedColumnParallelLinear():
+            parts = model.packed_modules_mapping[name.rpartition(".")[2]]
+            sizes = [size // layer.tp_size for size in layer.output_sizes]
+            return _stacked(name, parts, sizes, [layer.tp_rank] * len(parts))
+        case ColumnParallelLinear():
+            return _stacked(name, [name.rpartition(".")[2]], [layer.output_size_per_partition], [layer.tp_rank])
+        case RowParallelLinear():
+            width = layer.input_size_per_partition
+            columns = slice(layer.tp_rank * width, (layer.tp_rank + 1) * width)
+            return [Placement(f"{name}.weight", _ALL, _ALL, columns)]
+        case VocabParallelEmbedding():  # ParallelLMHead is one too
+            start, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+            return [Placement(_vocab_name(model, name, layer), slice(0, end - start), slice(start, end), _ALL)]
+        case RMSNorm():
+            return [Placement(f"{name}.weight", _ALL, _ALL, _ALL)]
+    raise RuntimeError(f"engine layer {name}: class {type(layer).__name__} is not in the placement table; "
+                       "set engine.verify_weights=false")  # fmt: skip
+
+
+def _qkv(name: str, layer: QKVParallelLinear) -> list[Placement]:
+    head = layer.head_size
+    kv_rank = layer.tp_rank // layer.num_kv_head_replicas
+    sizes = [layer.num_heads * head, layer.num_kv_heads * head, layer.num_kv_heads * layer.v_head_size]
+    return _stacked(name, ["q_proj", "k_proj", "v_proj"], sizes, [layer.tp_rank, kv_rank, kv_rank])
+
+
+def _stacked(name: str, parts: list[str], sizes: list[int], ranks: list[int]) -> list[Placement]:
+    """Parts lie one after another; this rank holds the `ranks[i]`-th shard, of `sizes[i]` rows, of part i."""
+    parent = name.rpartition(".")[0]
+    found, at = [], 0
+    for part, size, rank in zip(parts, sizes, ranks, strict=True):
+        hf_name = f"{parent}.{part}.weight" if parent else f"{part}.weight"
+        found.append(Placement(hf_name, slice(at, at + size), slice(rank * size, (rank + 1) * size), _ALL))
+        at += size
+    return found
+
+
+def _vocab_name(model: nn.Module, name: str, layer: nn.Module) -> str:
+    """A tied output layer holds the embedding's tensor."""
+    tied = isinstance(layer, ParallelLMHead) and model.config.tie_word_embeddings
+    return "model.embed_tokens.weight" if tied else f"{name}.weight"
+
+
+def read_weight(layer: nn.Module) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first column, [rows, columns]) blocks of the weight that the layer computes with, exactly."""
+    packed = hasattr(layer, "cpu_linear") and isinstance(layer, LinearBase | ParallelLMHead)
+    if not packed:
+        yield 0, layer.weight
+        return
+    width = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
+    for start in range(0, width, _UNIT_VECTORS):
+        size = min(_UNIT_VECTORS, width - start)
+        units = torch.zeros(size, width, dtype=layer.weight.dtype)
+        units[torch.arange(size), torch.arange(start, start + size)] = 1.0
+        yield start, layer.cpu_linear(units, layer.weight, None).t()
