@@ -1,4 +1,4 @@
-"""Write all that the quickstart needs into one folder: tokenizer, base model, problems and worked solutions.
+"""Write all that the quickstart needs into one folder: tokenizer, base model, problems, worked solutions.
 
 The task is reasoning-gym's `chain_sum`: twelve one-digit terms, answered by a list of running values, one line a term:
 
@@ -9,9 +9,9 @@ The task is reasoning-gym's `chain_sum`: twelve one-digit terms, answered by a l
 
 Every line is six tokens long, which a tiny model learns to align with the problem in seconds. Some worked solutions
 are wrong on purpose: a fixed, hashed share of the facts (last digit of the value, sign, digit) comes out one too high
-half of the time, and every error is carried on. A model fitted to them knows the format and both answers to a hard fact,
-passes rarely, and so leaves reinforcement learning something to find. Errors only ever go up, so they never cancel:
-the final answer is right exactly when every running value is.
+half of the time, and every error is carried on. A model fitted to them knows the format and both answers to a hard
+fact, and passes rarely: it leaves reinforcement learning something to find. Errors only ever go up, so they never
+cancel: the final answer is right exactly when every running value is.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TURN_WORDS = "system\nuser\nassistant\n\n\n"  # so that the template's own words
 
 @dataclass(frozen=True)
 class Flaw:
-    """How the demonstrations go wrong: `hard_share` of the facts fail with `hard_error`, all others with `base_error`."""
+    """How demonstrations go wrong: `hard_share` of the facts fail with `hard_error`, all others with `base_error`."""
 
     hard_share: float = 0.50
     hard_error: float = 0.50
@@ -77,7 +77,7 @@ def _unit_hash(text: str) -> float:
 
 
 def parse_expression(expression: str) -> list[tuple[str, int]]:
-    """"4 + 1 - 7" -> [("+", 4), ("+", 1), ("-", 7)]."""
+    """`4 + 1 - 7` -> [("+", 4), ("+", 1), ("-", 7)]."""
     words = ["+", *expression.split()]
     return [(sign, int(digit)) for sign, digit in zip(words[::2], words[1::2], strict=True)]
 
@@ -156,7 +156,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 def base_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
     return Qwen3Config(
-        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=128, intermediate_size=320, num_hidden_layers=4,
+        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=96, intermediate_size=256, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=MAX_POSITIONS,
         rope_theta=10_000.0, tie_word_embeddings=False, dtype="float32", bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
@@ -176,9 +176,14 @@ def write_rows(path: Path, rows: Iterable[dict]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def worked_rows(entries: list[dict], flaw: Flaw) -> Iterator[dict]:
+def worked_rows(entries: list[dict], flaw: Flaw, reference_share: float = 0.5) -> Iterator[dict]:
+    """Half of the rows also hold a right solution: a critic warmed up on them learns to read one, and to do without."""
     rng = random.Random(f"worked {flaw.seed}")
-    return (work(entry, flaw, rng) for entry in entries)
+    for entry in entries:
+        row = work(entry, flaw, rng)
+        if rng.random() < reference_share:
+            row["reference"] = work(entry)["response"]
+        yield row
 
 
 def prepare(out: Path, seed: int, num_terms: int, num_train: int, num_validation: int, num_worked: int) -> dict:
@@ -215,7 +220,8 @@ def main() -> None:
     args = parser.parse_args()
     for name in ("terms", "num_train", "num_validation", "num_worked"):
         if getattr(args, name) < (2 if name == "terms" else 1):
-            parser.error(f"--{name.replace('_', '-')}: found {getattr(args, name)}, must be positive (terms: 2 or more)")
+            option = "--" + name.replace("_", "-")
+            parser.error(f"{option}: found {getattr(args, name)}, accepted: 1 or more (--terms: 2 or more)")
     summary = prepare(args.out, args.seed, args.terms, args.num_train, args.num_validation, args.num_worked)
     print(f"wrote {args.out}: " + ", ".join(f"{name} {value:.4g}" for name, value in summary.items()))
 

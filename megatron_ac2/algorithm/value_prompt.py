@@ -24,13 +24,13 @@ GRID = tuple(round(0.1 * i, 1) for i in range(11))
 _QUESTION = (
     "Stop here. The attempt above may be unfinished: it would now be continued from exactly where it stops, with at "
     "most {remaining_tokens} more tokens, and its final answer would then be graded from 0 (no credit) to 1 (full "
-    "credit).{reference} Judge the attempt as it stands: is every step so far right, is the approach going to work, "
+    "credit).{reference}\n\nJudge the attempt as it stands: is every step so far right, is the approach going to work, "
     "and is there room to finish? How much credit do you expect it to earn on average? Reply with one number out of "
     "0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0 and nothing else."
 )
 _REFERENCE = (
     " For comparison, here is a solution that is known to be right; the attempt may well go another way.\n\n"
-    "<reference>\n{solution}\n</reference>\n\n"
+    "<reference>\n{solution}\n</reference>"
 )
 _STEM = "Expected credit: "
 _CLOSE_THINKING = "\n</think>\n\n"
@@ -72,7 +72,10 @@ def build_value_prompt(
 
 
 def value_ids(tokenizer: PreTrainedTokenizerBase, value: float) -> np.ndarray:
-    """The critic's right reply for a `value` on the grid, end of turn included: int32[at most 4 with one-digit tokens]."""
+    """The right reply for a `value` on the grid, end of turn included: int32[N], N = 4 where digits are single tokens.
+
+    Raises `ValueError` off the grid.
+    """
     if value not in GRID:
         raise ValueError(f"a critic's target must be on the grid {GRID}, found {value}")
     ids = _encode(tokenizer, _VALUE_FORMAT.format(value))

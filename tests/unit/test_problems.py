@@ -87,7 +87,7 @@ def test_every_broken_row_is_named_at_once(tmp_path, tokenizer):
         {"prompt": "q", "reasoning_gym": {"dataset": "chain_sum", "entry": {"question": "q"}}},
     )
     expected = {
-        2: "not valid JSON", 3: "prompt: found ' '; accepted: text", 4: "prompt: found nothing", 5: "no way to grade it",
+        2: "not valid JSON", 3: "prompt: found ' '; accepted: text", 4: "prompt: found nothing", 5: "no way to grade",
         6: f"id: found 'a' again, first at {path}: line 1", 7: "found [1]; accepted: a JSON object",
         8: "answer: found 2; accepted: text", 9: 'both "answer" and "reasoning_gym"',
         10: "reasoning_gym.dataset: found 'chain_sun'", 11: "reasoning_gym.entry: found no answer, metadata",
