@@ -115,7 +115,7 @@ def unpack_samples(packed: Packed) -> dict[int, Sample]:
 
 
 def merge_shares(shares: Sequence[Packed], num_requests: int) -> list[Sample]:
-    """All replicas' shares -> one sample a request, in the order asked. RuntimeError if one is missing or there twice."""
+    """All replicas' shares -> one sample a request, in the order asked. RuntimeError if one is missing or doubled."""
     merged: dict[int, Sample] = {}
     num_samples = 0
     for share in shares:

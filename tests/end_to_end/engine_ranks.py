@@ -84,7 +84,7 @@ def check_corruption_on_one_rank(engine: ColocatedEngine, model, rank: int) -> N
 
 
 def check_failure_on_one_rank(engine: ColocatedEngine, rank: int, tensor_parallel: int) -> None:
-    """A replica that raises is an error on every rank, not a hang. (Inside one replica the ranks wait for each other.)"""
+    """A replica that raises is an error on every rank, not a hang. (Ranks of one replica wait for each other.)"""
     if tensor_parallel > 1:
         return
 

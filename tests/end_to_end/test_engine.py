@@ -1,4 +1,4 @@
-"""The engine against Transformers, in one process and over two ranks. The cases are in engine_cases.py and engine_ranks.py."""
+"""The engine against Transformers, in one process and over two ranks; see engine_cases.py and engine_ranks.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES = re.findall(r"^def case_(\w+)", (HERE / "engine_cases.py").read_text(), r
 ]
 
 
-def run(command: list[str], seconds: int = 300) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], seconds: int = 600) -> subprocess.CompletedProcess[str]:
     cleared = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in cleared}
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
