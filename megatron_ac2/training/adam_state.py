@@ -1,0 +1,57 @@
+"""One AdamW's moments and hyper-parameters, apart from the weights they belong to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+
+from megatron_ac2.config import OptimizerConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamState:
+    """Moments, step count and hyper-parameters of one AdamW. Moments start at zero, there before the first step."""
+
+    def __init__(self, config: OptimizerConfig, megatron: MegatronOptimizer):
+        self.config = config
+        self.lr = config.lr
+        self.num_steps = 0
+        self.moments: defaultdict[torch.Tensor, dict[str, torch.Tensor]] = defaultdict(dict)
+        for parameter in megatron.get_parameters():
+            self.moments[parameter] = {moment: torch.zeros_like(parameter.data) for moment in MOMENTS}
+        self._write_num_steps(megatron)
+
+    def put_in(self, megatron: MegatronOptimizer) -> None:
+        """Make the next step one of this state. Norm weights (one axis) take no weight decay, as Megatron groups them."""
+        megatron.optimizer.state = self.moments
+        for group in megatron.optimizer.param_groups:
+            group["lr"] = self.lr
+            group["betas"] = tuple(self.config.betas)
+            group["eps"] = self.config.eps
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+            if not _counts_per_parameter(megatron):
+                group["step"] = self.num_steps
+
+    def state_dict(self) -> dict[str, float]:
+        return {"num_steps": self.num_steps, "lr": self.lr, "config_lr": self.config.lr}
+
+    def load_state_dict(self, saved: Mapping[str, float], megatron: MegatronOptimizer) -> None:
+        """The saved learning rate counts unless the run's configuration now asks for another than the saved run's."""
+        self.num_steps = int(saved["num_steps"])
+        if saved["config_lr"] == self.config.lr:
+            self.lr = float(saved["lr"])
+        self._write_num_steps(megatron)
+
+    def _write_num_steps(self, megatron: MegatronOptimizer) -> None:
+        if _counts_per_parameter(megatron):
+            for state in self.moments.values():
+                state["step"] = torch.tensor(float(self.num_steps))  # one each: AdamW adds to it in place
+
+
+def _counts_per_parameter(megatron: MegatronOptimizer) -> bool:
+    """torch's AdamW keeps `step` in every parameter's state, the fused ones of Transformer Engine and apex in the group."""
+    return isinstance(megatron.optimizer, torch.optim.Adam)

@@ -1,0 +1,214 @@
+"""AdamW over a Megatron model: one or several Adam states over one set of fp32 master weights; gradient and update norms.
+
+The generative critic is the actor's own weights under a second optimizer. Two Megatron optimizers would each hold master
+weights, which drift apart in bf16; here one holds them, and moments and hyper-parameters are swapped in before a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from megatron_ac2.config import OptimizerConfig
+from megatron_ac2.model.hf_weights import unwrap
+from megatron_ac2.training.adam_state import MOMENTS, AdamState
+from megatron_ac2.training.optimizer_shards import Sharded, receive_tensors, shard_tensors
+
+_MASTER = "master"
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Of one optimizer step, equal on every rank. `update_norm` is the L2 norm of the fp32 weights' change."""
+
+    ok: bool  # False: a gradient was not finite, nothing has changed
+    grad_norm: float  # before clipping
+    update_norm: float
+
+
+class SharedWeightsOptimizer:
+    """Several named Adam states over the weights of one model.
+
+    A checkpoint takes this object rather than its views, each of which stands for all of it: so it is saved once.
+    """
+
+    def __init__(
+        self, ddp_model: DistributedDataParallel, configs: Mapping[str, OptimizerConfig], dtype: torch.dtype
+    ):
+        distributed = ddp_model.ddp_config.use_distributed_optimizer
+        for name, config in configs.items():
+            if config.distributed != distributed:
+                raise ValueError(f"optimizer {name}: distributed={config.distributed}, but the model has {distributed}")
+        self.model = ddp_model
+        self.dtype = dtype
+        self._megatron = _build_megatron(ddp_model, next(iter(configs.values())), dtype)
+        self.states = {name: AdamState(config, self._megatron) for name, config in configs.items()}
+
+    def for_role(self, name: str) -> Optimizer:
+        """The view that steps with the state `name`."""
+        return Optimizer(self, name)
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad_buffer()
+        self._megatron.zero_grad()
+
+    @torch.no_grad()
+    def step(self, name: str) -> StepResult:
+        """Clip the model's gradients to the state's `grad_clip` (0: no clipping) and step. A collective.
+
+        Gradients that are not finite on any rank are dropped and change nothing on any rank.
+        """
+        state = self.states[name]
+        state.put_in(self._megatron)
+        self._megatron.prepare_grads()
+        grad_norm = float(self._megatron.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            self.zero_grad()
+            return StepResult(ok=False, grad_norm=grad_norm, update_norm=0.0)
+        if state.config.grad_clip > 0:
+            clip_grad_by_total_norm_fp32(self._megatron.get_parameters(), state.config.grad_clip, grad_norm)
+        before = [parameter.detach().clone() for parameter in self._counted_once()]
+        self._megatron.step_with_ready_grads()
+        state.num_steps += 1
+        update_norm = self._change_since(before)
+        # A gradient left on a parameter is an alias of the buffer: the next backward pass would count it twice.
+        self._megatron.zero_grad()
+        return StepResult(ok=True, grad_norm=grad_norm, update_norm=update_norm)
+
+    def _counted_once(self) -> list[torch.Tensor]:
+        """This rank's fp32 weights, less those another rank counts: copies over tensor ranks, the tied embedding's."""
+        return [
+            parameter
+            for parameter in self._megatron.get_parameters()
+            if param_is_not_shared(parameter)
+            and param_is_not_tensor_parallel_duplicate(parameter, self._megatron.tp_group)
+        ]
+
+    def _change_since(self, before: list[torch.Tensor]) -> float:
+        """Global L2 norm of the change. Overwrites `before`, so that no second copy of the weights is made."""
+        square = torch.zeros((), dtype=torch.float64, device=next(self.model.parameters()).device)
+        for old, parameter in zip(before, self._counted_once(), strict=True):
+            square += torch.linalg.vector_norm(old.sub_(parameter.detach())).double() ** 2
+        dist.all_reduce(square, group=self._megatron.get_grad_stats_parallel_group())
+        return math.sqrt(square.item())
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the tensors kept for each parameter. fp32 models are their own master weights."""
+        moments = [f"{name}.{moment}" for name in self.states for moment in MOMENTS]
+        return tuple(moments if self.dtype == torch.float32 else [_MASTER, *moments])
+
+    def sharded_tensors(self, kind: str, loading: bool) -> dict[str, Sharded]:
+        """One entry a parameter, for Megatron's distributed checkpoint; free of the layout, and of `distributed`.
+
+        A collective. When saving, the first data-parallel rank holds them all, the others nothing; when loading, every
+        rank gets tensors to be filled. Of the distributed optimizer these are full, in host memory.
+        """
+        pick = partial(self._pick, kind)
+        return shard_tensors(self.model, self._parameters(kind), self._megatron, pick, kind, loading)
+
+    def load_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over what a checkpoint has put into `sharded_tensors(kind, loading=True)`."""
+        receive_tensors(self._parameters(kind), self._megatron, partial(self._pick, kind), tensors)
+
+    def _parameters(self, kind: str) -> dict[str, torch.nn.Parameter]:
+        """An fp32 parameter of a bf16 model (the value head) is its own master weight, saved with the model."""
+        named = unwrap(self.model).named_parameters()
+        return {name: p for name, p in named if kind != _MASTER or p.dtype != torch.float32}
+
+    def _pick(self, kind: str, master: torch.Tensor) -> torch.Tensor:
+        if kind == _MASTER:
+            return master
+        name, moment = kind.rsplit(".", 1)
+        return self.states[name].moments[master][moment]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step counts and learning rates by name, as JSON scalars."""
+        return {name: state.state_dict() for name, state in self.states.items()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        for name, state in self.states.items():
+            state.load_state_dict(saved[name], self._megatron)
+
+
+class Optimizer:
+    """Steps with one Adam state of a `SharedWeightsOptimizer`. What a checkpoint takes of it is the whole of that."""
+
+    def __init__(self, shared: SharedWeightsOptimizer, name: str):
+        self.shared = shared
+        self.name = name
+        self._state = shared.states[name]
+
+    @property
+    def lr(self) -> float:
+        return self._state.lr
+
+    def set_lr(self, lr: float) -> None:
+        """Takes effect at the next step, and is part of a checkpoint."""
+        self._state.lr = lr
+
+    @property
+    def num_steps(self) -> int:
+        return self._state.num_steps
+
+    def zero_grad(self) -> None:
+        self.shared.zero_grad()
+
+    def step(self) -> StepResult:
+        return self.shared.step(self.name)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return self.shared.kinds
+
+    def sharded_tensors(self, kind: str, loading: bool) -> dict[str, Sharded]:
+        return self.shared.sharded_tensors(kind, loading)
+
+    def load_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.shared.load_tensors(kind, tensors)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.shared.state_dict()
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.shared.load_state_dict(saved)
+
+
+def build_optimizer(ddp_model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype) -> Optimizer:
+    """AdamW over a model that nothing else trains. `dtype` is the model's: bfloat16 gets fp32 master weights.
+
+    Raises ValueError if the model was wrapped for the other kind of optimizer (plain or distributed).
+    """
+    return SharedWeightsOptimizer(ddp_model, {"adam": config}, dtype).for_role("adam")
+
+
+def _build_megatron(
+    ddp_model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype
+) -> MegatronOptimizer:
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"dtype: found {dtype}, accepted: torch.float32, torch.bfloat16")
+    megatron_config = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.lr,
+        weight_decay=config.weight_decay,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=config.distributed,
+    )
+    chain = get_megatron_optimizer(megatron_config, [ddp_model], use_gloo_process_groups=False).chained_optimizers
+    if len(chain) != 1:
+        raise ValueError(f"model: needs {len(chain)} Megatron optimizers (experts?), accepted: dense models, which need one")
+    return chain[0]
