@@ -1,4 +1,4 @@
-"""Log-probability and entropy of next tokens over a tensor-parallel vocabulary: the one seam where a fused op goes later.
+"""Log-prob and entropy of next tokens over a tensor-parallel vocabulary: the one seam where a fused op goes later.
 
 Rows are walked in tiles, so that fp32 copies never exceed one tile. The backward pass keeps the logits themselves and
 three numbers a row, and recomputes the softmax. One collective a call: an all-gather of four numbers a row.

@@ -18,7 +18,7 @@ from megatron_ac2.training import step
 from megatron_ac2.types import PackedBatch, TrainSequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Minibatch:
     """One optimizer update's sequences, as this data-parallel rank's share of microbatches.
 
@@ -29,6 +29,7 @@ class Minibatch:
     microbatches: list[PackedBatch]
     num_tokens: int  # loss tokens of the whole job
     num_sequences: int  # of the whole job, weight 0 included
+    scored: bool = False
 
 
 class Actor:
@@ -68,11 +69,12 @@ class Actor:
         return Minibatch(microbatches, num_tokens, len(sequences))
 
     def score(self, minibatch: Minibatch) -> dict[str, float]:
-        """Fill fields["proximal_logprobs"] (on the last stage) under the weights as they are, at the sampling temperature.
+        """Fill fields["proximal_logprobs"] (last stage) under the weights as they are, at the sampling temperature.
 
         Returns sums over the job's generated tokens for `score_metrics`, which may add up several minibatches.
         """
         collected = step.forward_only(self.model, minibatch.microbatches, self._score_microbatch, self.topology)
+        minibatch.scored = True
         self._updates_since_score = 0
         return step.reduce_metrics(collected, self.topology)
 
@@ -81,8 +83,10 @@ class Actor:
 
         "ratio_error_first", max |log ratio| of the first update after `score`, is 0 up to rounding if nothing has
         changed the weights in between. Without a loss token, or with a loss that is not finite, no step is taken
-        ("stepped" 0).
+        ("stepped" 0). Raises RuntimeError for a minibatch that has not been scored.
         """
+        if not minibatch.scored:
+            raise RuntimeError("the minibatch has no proximal log-probs: call Actor.score before Actor.update")
 
         def loss(logits: torch.Tensor, batch: PackedBatch) -> step.Loss:
             return self._policy_loss(logits, batch, clip_high)
@@ -126,7 +130,7 @@ class Actor:
     def _policy_loss(self, logits: torch.Tensor, batch: PackedBatch, clip_high: float) -> step.Loss:
         current, _ = self._logprobs_and_entropy(logits, batch)
         proximal, mask = batch.fields["proximal_logprobs"], batch.loss_mask
-        loss, metrics = clipped_policy_loss(
+        loss, sums = clipped_policy_loss(
             current,
             proximal,
             batch.fields["advantages"],
@@ -136,6 +140,7 @@ class Actor:
             clip_high=clip_high,
             dual_clip=self.config.dual_clip,
         )
+        metrics = {name: value for name, value in sums.items() if name not in ("loss", "tokens")}  # step.py's to give
         metrics["log_ratio_error_max"] = ((current.detach() - proximal).abs() * mask).max()
         return loss, mask.sum(), metrics
 

@@ -35,8 +35,8 @@ class _Pair:
 class GenerativeCritic:
     """Implements `types.Critic`. Prompts over the context limit are invalid in `score` and skipped in `update`.
 
-    `model` is the actor's DDP; `optimizer` steps the same weights with moments of its own. `model_max_len` limits prompt
-    and reply together where config.critic.max_context_len is null.
+    `model` is the actor's DDP; `optimizer` steps the same weights with moments of its own. `model_max_len` limits
+    prompt and reply together where config.critic.max_context_len is null.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GenerativeCritic:
         self.align = align or step.token_alignment(topology)
 
     def score(self, states: Sequence[CriticState]) -> Values:
-        """Decode greedily; a reply that does not begin with a number on the grid is invalid, with value 0. A collective."""
+        """Decode greedily; a reply that begins with no number on the grid is invalid, with value 0. A collective."""
         prompts = [self.prompt_ids(state) for state in states]
         reply_len = self.config.max_value_tokens
         asked = [i for i, ids in enumerate(prompts) if len(ids) + reply_len <= self.max_context_len]

@@ -3,18 +3,18 @@
 A loss function returns the SUM of the losses of its microbatch's units (tokens, labelled positions, pairs) and their
 count. The gradient is the one of (sum over the whole job) / (count over the whole job), whatever the layout:
 
-| factor                      | where it would be applied                  | what applies here                             |
-|-----------------------------|--------------------------------------------|-----------------------------------------------|
-| 1 / number of microbatches  | schedules.forward_step_calc_loss           | none: calculate_per_token_loss                |
-| context-parallel degree     | forward_step_calc_loss, two-value losses   | none: the loss returns three values           |
-| 1 / data-parallel degree    | DDP's gradient_scaling_factor              | 1: calculate_per_token_loss, so a plain sum   |
-| tensor-parallel degree      | nowhere                                    | none: each rank's backward covers its columns |
-| 1 / count over the job      | finalize_model_grads, all gradients at once| the only division: the count goes from the    |
-|                             |                                            | last stage to all, is summed over data ranks, |
-|                             |                                            | and a count of 0 divides nothing              |
-| loss scale                  | backward_step, config.grad_scale_func      | none: fp32 and bf16 need no loss scaling      |
+| factor                     | where it could be applied              | what applies here                             |
+|----------------------------|----------------------------------------|-----------------------------------------------|
+| 1 / number of microbatches | schedules.forward_step_calc_loss       | none: calculate_per_token_loss                |
+| context-parallel degree    | the same, for losses of two values     | none: the loss returns three values           |
+| 1 / data-parallel degree   | DDP's gradient_scaling_factor          | 1: calculate_per_token_loss, so a plain sum   |
+| tensor-parallel degree     | nowhere                                | none: each rank's backward covers its columns |
+| 1 / count over the job     | finalize_model_grads, on all gradients | the only division: the last stage's count is  |
+|                            |                                        | sent to all stages, summed over data ranks;   |
+|                            |                                        | a count of 0 divides nothing                  |
+| loss scale                 | backward_step, config.grad_scale_func  | none: fp32 and bf16 need no loss scaling      |
 
-A loss with unequal weights normalises them to mean one before it sums, so that dividing by the count is right for it too.
+A loss with unequal weights normalises them to mean one before it sums; dividing by the count is then right for it too.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_ac2.parallel.collectives import broadcast_object, reduce_scalars
 from megatron_ac2.parallel.topology import Topology
+from megatron_ac2.training.optimizer import StepResult
 from megatron_ac2.types import PackedBatch
 
 T = TypeVar("T")
@@ -41,14 +42,8 @@ Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]  # loss sum []
 LossFunction = Callable[[torch.Tensor, PackedBatch], Loss]
 
 
-class StepResult(Protocol):
-    ok: bool
-    grad_norm: float
-    update_norm: float
-
-
 class Optimizer(Protocol):
-    """What a training step needs of one: it reads the gradients of the model, and refuses non-finite ones (ok False)."""
+    """What a training step needs of one: it reads the model's gradients, and refuses non-finite ones (ok False)."""
 
     def step(self) -> StepResult: ...
 
@@ -56,7 +51,7 @@ class Optimizer(Protocol):
 def forward_backward(
     model: torch.nn.Module, microbatches: Sequence[PackedBatch], loss_function: LossFunction, topology: Topology
 ) -> dict[str, float]:
-    """Fill the model's gradients anew; return the loss's metrics over the whole job, plus "count" and "loss" (the mean).
+    """Fill the model's gradients anew; return the loss's metrics over the job, plus "count" and "loss" (the mean).
 
     A collective: every rank of a pipeline passes as many microbatches (at least one), all-masked ones if need be.
     Metrics named "*_max" are maxima, all others sums; every rank gets the same dict. With a count of 0, loss and
@@ -140,7 +135,7 @@ def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
 
 
 def token_alignment(topology: Topology) -> int:
-    """Packed lengths are multiples of this: sequence parallel splits them over tensor ranks, FP8 GEMMs want 16 a rank."""
+    """Packed lengths are multiples of it: sequence parallel splits them over tensor ranks, FP8 GEMMs want 16 each."""
     return topology.tensor * (1 if topology.on_cpu else 16)
 
 
@@ -178,7 +173,7 @@ def _forward_step(
 
 
 def _check_scaling(model: torch.nn.Module) -> None:
-    """The table above holds only under these settings."""
+    """The table at the top holds only under these settings."""
     config = get_model_config(model)
     if not config.calculate_per_token_loss or config.grad_scale_func is not None:
         raise RuntimeError("training needs calculate_per_token_loss=True and no grad_scale_func (see training/step.py)")

@@ -29,8 +29,8 @@ class DenseExample:
 class ValueHeadCritic:
     """Implements `types.Critic`. The context is [reference, separator,] prompt, response; too long ones are invalid.
 
-    `model` is Megatron's DDP over this rank's shard of a value model (model.build, head "value"). `model_max_len` limits
-    the context where config.critic.max_context_len is null.
+    `model` is Megatron's DDP over this rank's shard of a value model (model.build, head "value"). `model_max_len`
+    limits the context where config.critic.max_context_len is null.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ValueHeadCritic:
     def score(self, states: Sequence[CriticState]) -> Values:
         """V(s) of each state. A collective. A state whose context is too long, or empty, is invalid with value 0."""
         contexts = [self.context_ids(state) for state in states]
-        valid = np.array([0 < len(ids) <= self.max_context_len for ids in contexts], dtype=bool)
+        valid = np.array([self._fits(ids) for ids in contexts], dtype=bool)
         value = np.zeros(len(states), dtype=np.float32)
         if valid.any():
             chosen = np.flatnonzero(valid)
@@ -88,8 +88,9 @@ class ValueHeadCritic:
         is not finite: no step ("stepped" 0). Raises ValueError for positions outside the response or given twice.
         """
         examples = [example for example in examples if example.weight > 0 and len(example.positions)]
-        kept = [e for e in examples if 0 < len(self.context_ids(e.state)) <= self.max_context_len]
-        counts = {"num_labels": float(sum(len(e.positions) for e in kept)), "num_skipped": float(len(examples) - len(kept))}
+        kept = [example for example in examples if self._fits(self.context_ids(example.state))]
+        num_labels = sum(len(example.positions) for example in kept)
+        counts = {"num_labels": float(num_labels), "num_skipped": float(len(examples) - len(kept))}
         microbatches = self._label_microbatches(kept)
         sums = step.forward_backward(self.model, microbatches, _label_loss, self.topology)
         return value_metrics(sums) | counts | step.apply_step(self.optimizer, sums)
@@ -100,6 +101,9 @@ class ValueHeadCritic:
         if state.reference_ids is not None and self.config.use_references:
             parts = [state.reference_ids, np.array([self.separator_id]), *parts]
         return np.concatenate(parts).astype(np.int32)
+
+    def _fits(self, context: np.ndarray) -> bool:
+        return 0 < len(context) <= self.max_context_len
 
     def _plan(self, contexts: Sequence[np.ndarray]) -> list[list[int]]:
         lengths = [len(ids) for ids in contexts]

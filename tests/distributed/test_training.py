@@ -24,6 +24,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]
 
 @pytest.mark.parametrize("nproc,layouts", [(1, 1), (4, 6)])
 def test_every_layout_trains_alike(nproc: int, layouts: int, folders: tuple[Path, Path, Path]) -> None:
-    output = torchrun(CASES, nproc, *folders, timeout=400)
+    output = torchrun(CASES, nproc, *folders, timeout=600)
     assert output.count("passed untied") == output.count("passed tied") == layouts
     assert output.count("done") == nproc

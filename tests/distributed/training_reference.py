@@ -1,4 +1,4 @@
-"""The training cases and what they must give: plain float64 transformers, one sequence at a time, losses written out."""
+"""The training cases and what they must give: float64 transformers, one sequence at a time, losses written out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_ac2.algorithm import value_prompt
-from megatron_ac2.config import Config
+from megatron_ac2.config import Config, OptimizerConfig
 from megatron_ac2.training.value_head_critic import DenseExample
 from megatron_ac2.types import CriticExample, CriticState, Problem, TrainSequence
 from tools.prepare_quickstart import train_tokenizer
@@ -19,6 +19,8 @@ from tools.prepare_quickstart import train_tokenizer
 TEMPERATURE, CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.8, 0.2, 0.3, 3.0
 SEPARATOR_ID, HEAD_SEED, MAX_CONTEXT_LEN = 3, 5, 60
 MODEL_MAX_LEN = 400
+# A large eps: AdamW's first step is then a smooth function of the gradient, not its sign.
+OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-2, grad_clip=0.3)
 Gradients = dict[str, torch.Tensor]
 
 
@@ -70,7 +72,7 @@ def chosen(logprobs: torch.Tensor, ids: np.ndarray) -> torch.Tensor:
 
 @torch.no_grad()
 def make_sequences(model: Qwen3ForCausalLM) -> list[TrainSequence]:
-    """Seven sequences of 9 to 45 tokens: both signs, one of weight 0, some of the empty prefix, behavior off by ~0.5."""
+    """Seven sequences of 9 to 45 tokens: both signs, one of weight 0, some of the empty prefix, behavior well off."""
     rng = np.random.default_rng(0)
     shapes = [(5, 20), (12, 9), (3, 6), (30, 15), (8, 1), (6, 25), (10, 10)]
     sequences = []
@@ -79,7 +81,8 @@ def make_sequences(model: Qwen3ForCausalLM) -> list[TrainSequence]:
         exact = chosen(token_logprobs(model, ids, num_context, TEMPERATURE), ids[num_context:]).numpy()
         behavior = (exact + rng.normal(0, 0.7, num_new)).astype(np.float32)
         weight = 0.0 if index == 3 else 1.0
-        sequences.append(TrainSequence(ids, num_context, behavior, (-1.0) ** index * (1 + index), weight, index % 3 == 0))
+        advantage = (-1.0) ** index * (1 + index)
+        sequences.append(TrainSequence(ids, num_context, behavior, advantage, weight, empty_prefix=index % 3 == 0))
     return sequences
 
 
@@ -165,6 +168,21 @@ def score_reference(model: Qwen3ForCausalLM, sequences: list[TrainSequence]) -> 
     }
 
 
+def optimizer_step(model: Qwen3ForCausalLM, gradients: Gradients) -> dict[str, object]:
+    """One clipped AdamW step; norm weights (one axis) take no weight decay. Changes `model`."""
+    grad_norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients[name] * min(1.0, OPTIMIZER.grad_clip / grad_norm)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    norms = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps).step()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    update_norm = torch.stack([(weights[name] - before[name]).norm() for name in weights]).norm().item()
+    return {"norms": {"grad_norm": grad_norm, "update_norm": update_norm}, "weights": weights}
+
+
 class ReferenceCritic(torch.nn.Module):
     def __init__(self, folder: Path):
         super().__init__()
@@ -239,12 +257,17 @@ def build_reference(folder: Path) -> dict[str, object]:
     critic = ReferenceCritic(folder)
     with torch.no_grad():
         values = [critic.logits(context_of(state))[-1].sigmoid().item() for state in make_states()]
+    policies = {
+        name: {"loss": loss.item(), "gradients": gradients_of(model, loss)} for name, loss in policy.items()
+    }
+    generative = generative_reference(model, AutoTokenizer.from_pretrained(folder), make_examples(), config)
     return {
         "sequences": [dataclasses.asdict(s) for s in sequences],
         "score": score_reference(model, sequences),
-        "policy": {name: {"loss": loss.item(), "gradients": gradients_of(model, loss)} for name, loss in policy.items()},
+        "policy": policies,
         "values": values,
         "value_update": value_reference(critic, as_last_token(make_examples())),
         "value_dense": value_reference(critic, make_dense_examples()),
-        "generative": generative_reference(model, AutoTokenizer.from_pretrained(folder), make_examples(), config),
+        "generative": generative,
+        "step": optimizer_step(load_reference_model(folder), policies["on_policy"]["gradients"]),
     }
