@@ -40,7 +40,7 @@ _CPU_FIELDS: dict[str, Any] = {
 
 
 def load_hf_config(path: str | Path) -> PretrainedConfig:
-    """The model's config.json. Raises `UserError` if the folder, the file or support for the architecture is missing."""
+    """The folder's config.json. Raises `UserError` if there is none or the architecture is not supported."""
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"model.path: found {str(path)!r}, which is not a folder; give a local Hugging Face folder")

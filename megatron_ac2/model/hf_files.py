@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,6 +42,10 @@ class HfReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """As torch calls it: "bfloat16"."""
+        return str(self._slice(name)[:1].dtype).removeprefix("torch.")
+
     def read(self, name: str) -> torch.Tensor:
         return self._slice(name)[:]
 
@@ -55,6 +58,8 @@ class HfReader:
         return lazy[start:end] if dim == 0 else lazy[:, start:end]
 
     def _slice(self, name: str) -> Any:
+        if name not in self._files:
+            raise UserError(f"{name}: missing in {self.folder}")
         return self._open(self._files[name]).get_slice(name)
 
     def _open(self, file: Path) -> Any:
@@ -112,11 +117,6 @@ class HfFolderWriter:
     def add_value_head(self, name: str, tensor: torch.Tensor) -> None:
         save_file({name: tensor.detach().cpu().contiguous()}, self.folder / VALUE_HEAD_FILE)
 
-    def copy_tokenizer(self, source: str | Path) -> None:
-        for pattern in _TOKENIZER_FILES:
-            for file in Path(source).glob(pattern):
-                shutil.copy(file, self.folder / file.name)
-
     def commit(self) -> None:
         """Finish the files, then put the folder in place of whatever stood there."""
         self._write_pending()
@@ -151,7 +151,8 @@ class HfFolderWriter:
         (self.folder / _INDEX).write_text(json.dumps(index, indent=2))
 
 
-def drain(items: Iterable[Any]) -> None:
-    """Run a collective iterator to its end without its items: the other ranks are waiting in it."""
-    for _ in items:
-        pass
+def copy_tokenizer(source: str | Path, target: str | Path) -> None:
+    """Copy the tokenizer's files and the generation defaults, as far as there are any."""
+    for pattern in _TOKENIZER_FILES:
+        for file in Path(source).glob(pattern):
+            shutil.copy(file, Path(target) / file.name)

@@ -1,7 +1,7 @@
 """The one table of names and shapes, Megatron <-> Hugging Face Qwen3 (dense, tied or untied).
 
-A Megatron parameter is a fusion of one or more HF tensors. Each HF tensor is cut over tensor ranks into contiguous equal
-pieces along one dim, and the pieces of one rank fuse into that rank's Megatron parameter: cut first, fuse after.
+A Megatron parameter is a fusion of one or more HF tensors. Each HF tensor is cut over tensor ranks into contiguous
+equal pieces along one dim, and the pieces of one rank fuse into that rank's Megatron parameter: cut first, fuse after.
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ class Table:
 
     def hf_names(self, with_lm_head: bool) -> list[str]:
         """Every tensor of the model's HF file: the trunk, and the LM head if asked for and not tied."""
-        layers = [
-            f"model.layers.{layer}.{part}" for layer in range(self.num_layers) for rule in _LAYER_RULES for part in rule.parts
-        ]
+        parts = [part for rule in _LAYER_RULES for part in rule.parts]
+        layers = [f"model.layers.{layer}.{part}" for layer in range(self.num_layers) for part in parts]
         lm_head = [LM_HEAD] if with_lm_head and not self.tied else []
         return ["model.embed_tokens.weight", *layers, "model.norm.weight", *lm_head]
 
@@ -88,7 +87,7 @@ class Table:
         local = match.group(2) if match else megatron_name
         rule = (self._layer_rules if match else self._model_rules).get(_ALIASES.get(local, local))
         if rule is None:
-            raise UserError(f"{megatron_name}: this Megatron parameter has no Hugging Face counterpart in model/hf_table.py")
+            raise UserError(f"{megatron_name}: this Megatron parameter is not in the table of model/hf_table.py")
         if match:
             layer = int(match.group(1)) + first_layer
             return replace(rule, parts=tuple(f"model.layers.{layer}.{part}" for part in rule.parts))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from transformers import PretrainedConfig
 
-from megatron_ac2.model.hf_files import HfFolderWriter, HfReader, drain
+from megatron_ac2.model.hf_files import HfFolderWriter, HfReader, copy_tokenizer
 from megatron_ac2.model.hf_table import LM_HEAD, VALUE_HEAD, Cut, Rule, Table, cut_dim
 from megatron_ac2.model.value_head import ValueModel
 from megatron_ac2.parallel.collectives import broadcast_object, gather_objects
@@ -62,8 +62,8 @@ def export_hf_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every (HF name, full tensor) on every rank, in the same order. A collective: run it to the end everywhere.
 
-    A tied LM head is not yielded; a value head is, as "value_head.weight". The tensors live on the model's device and may
-    be the live parameters themselves: copy what you keep, and change nothing.
+    A tied LM head is not yielded; a value head is, as "value_head.weight". The tensors live on the model's device and
+    may be the live parameters themselves: copy what you keep, and change nothing.
     """
     model = unwrap(model)
     table = Table(hf_config)
@@ -75,7 +75,8 @@ def export_hf_weights(
                 if pieces is not None:
                     full = _gather(next(pieces), cut, table, topology)
                 else:
-                    full = torch.empty(table.full_shape(cut, shape, topology.tensor), dtype=dtype, device=topology.device)
+                    full_shape = table.full_shape(cut, shape, topology.tensor)
+                    full = torch.empty(full_shape, dtype=dtype, device=topology.device)
                 if topology.pipeline > 1:
                     dist.broadcast(full, src=dist.get_global_rank(topology.pg.pp, stage), group=topology.pg.pp)
             yield name, full
@@ -90,8 +91,8 @@ def save_hf(
 ) -> None:
     """Write a Hugging Face folder: weights, config.json, the tokenizer's files; a value head in a file of its own.
 
-    A collective. Rank 0 writes; the folder appears whole, replacing an older one, or not at all, and then every rank raises
-    RuntimeError.
+    A collective. Rank 0 writes; the folder appears whole, replacing an older one, or not at all, and then every rank
+    raises RuntimeError.
     """
     tensors = export_hf_weights(model, hf_config, topology)
     failure = None
@@ -100,7 +101,8 @@ def save_hf(
             _write_folder(tensors, hf_config, path, tokenizer_from)
         except Exception as error:
             failure = f"{path}: not written: {type(error).__name__}: {error}"
-    drain(tensors)
+    for _ in tensors:  # the other ranks, and all of them after a failure, run the collectives to their end
+        pass
     failure = broadcast_object(failure)
     if failure:
         raise RuntimeError(failure)
@@ -114,7 +116,10 @@ def unwrap(model: torch.nn.Module) -> GPTModel:
 
 
 def _write_folder(
-    tensors: Iterator[tuple[str, torch.Tensor]], hf_config: PretrainedConfig, path: str | Path, tokenizer_from: str | Path
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    hf_config: PretrainedConfig,
+    path: str | Path,
+    tokenizer_from: str | Path,
 ) -> None:
     with HfFolderWriter(path) as writer:
         for name, tensor in tensors:
@@ -123,7 +128,7 @@ def _write_folder(
             else:
                 writer.add(name, tensor)
         hf_config.save_pretrained(writer.folder)
-        writer.copy_tokenizer(tokenizer_from)
+        copy_tokenizer(tokenizer_from, writer.folder)
         writer.commit()
 
 
@@ -173,9 +178,8 @@ def _name_errors(table: Table, reader: HfReader, value: bool) -> list[str]:
     expected = set(table.hf_names(with_lm_head=not value))
     accepted = expected | ({LM_HEAD} if value or table.tied else set()) | ({VALUE_HEAD} if value else set())
     missing = [f"{name}: missing in {reader.folder}" for name in sorted(expected - reader.names)]
-    unknown = [
-        f"{name}: found in {reader.folder}, but the model has no such tensor" for name in sorted(reader.names - accepted)
-    ]
+    surplus = sorted(reader.names - accepted)
+    unknown = [f"{name}: found in {reader.folder}, but the model has no such tensor" for name in surplus]
     return missing + unknown
 
 

@@ -55,7 +55,7 @@ class TorchAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """query [T, heads, d], key and value [T, groups, d] packed -> [T, heads * d]; or [S, B, ...] -> [S, B, heads * d].
+        """Packed: query [T, heads, d], key and value [T, groups, d] -> [T, heads * d]. Batched: [S, B, ...] likewise.
 
         A position past the last of `cu_seqlens` gets zeros.
         """
@@ -95,6 +95,6 @@ def torch_layer_spec(qk_layernorm: bool) -> ModuleSpec:
 
 
 def torch_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """This stage's block. Given only a layer spec, Megatron would pick the final norm itself, and pick the stock one."""
+    """This stage's block. Given only a layer spec, Megatron would pick the final norm itself: the stock one."""
     spec = torch_layer_spec(config.qk_layernorm)
     return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=TorchRMSNorm)

@@ -1,6 +1,6 @@
 """All that Megatron-Core 0.16 needs to run on CPU with gloo, in one place.
 
-Megatron writes `torch.cuda.current_device()`, `device="cuda"` and the like. `install` replaces the `torch` global inside
+Megatron writes `torch.cuda.current_device()`, `device="cuda"` and the like. `install` replaces the `torch` global in
 `megatron.core` modules, and only there, by a proxy that answers those for the CPU. Patching torch's own factories would
 reach transformers too and leave its rotary frequencies uninitialised.
 """

@@ -51,7 +51,8 @@ def init_topology(parallel: ParallelConfig, seed: int, timeout_minutes: float = 
     """Join the process group and lay Megatron's groups over it; without torchrun, a world of one.
 
     Call it before the first vLLM engine is built, which would make a world of its own. A second call lays the same
-    processes out anew. Raises `UserError`, on every rank and before any collective, if the layout does not fit the world.
+    processes out anew. Raises `UserError`, on every rank and before any collective, if the layout does not fit the
+    number of processes.
     """
     rank, world_size, local_rank = _world()
     problems = check_world(parallel, world_size)
@@ -111,7 +112,8 @@ def _world() -> tuple[int, int, int]:
             port = probe.getsockname()[1]
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    missing = [f"{name}: not set; start with torchrun" for name in ("WORLD_SIZE", "LOCAL_RANK") if name not in os.environ]
+    needed = ("WORLD_SIZE", "LOCAL_RANK")
+    missing = [f"{name}: not set, though RANK is; start with torchrun" for name in needed if name not in os.environ]
     if missing:
         raise UserError(missing)
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])

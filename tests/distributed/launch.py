@@ -13,8 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 _TAIL_LINES = 60
 
 
-def torchrun(script: str | Path, nproc: int, *args: object, timeout: float = 300, env: dict[str, str] | None = None) -> str:
-    """Run `script args...` as `nproc` ranks; return their stdout. Non-zero exit or timeout: AssertionError with the tail."""
+def torchrun(
+    script: str | Path, nproc: int, *args: object, timeout: float = 300, env: dict[str, str] | None = None
+) -> str:
+    """Run `script args...` as `nproc` ranks; return their output. AssertionError with its tail if they fail or hang."""
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={nproc}", "--master_addr=127.0.0.1"]
     command = [sys.executable, *launcher, f"--master_port={_free_port()}", str(script), *map(str, args)]
     process = subprocess.Popen(

@@ -5,6 +5,7 @@ usage: torchrun ... model_cases.py REFERENCE.pt UNTIED_DIR TIED_DIR SCRATCH_DIR
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -124,14 +125,15 @@ def run_layout(layout: tuple[int, int, bool], reference, folder: Path, scratch: 
     check_forward(critic, reference, topology, "values", hf_config.vocab_size)
     check_save(critic, hf_config, topology, parallel, folder, scratch, "value")
     if refusals:
-        check_refusal(model, hf_config, topology, scratch / "odd_names", "model.norm.weight: missing", "surprise.weight")
-        check_refusal(model, hf_config, topology, scratch / "odd_shape", "layers.3.self_attn.k_proj.weight: found shape")
+        odd_names, odd_shape = scratch / "odd_names", scratch / "odd_shape"
+        check_refusal(model, hf_config, topology, odd_names, "model.norm.weight: missing", "surprise.weight: found")
+        check_refusal(model, hf_config, topology, odd_shape, "model.layers.3.self_attn.k_proj.weight: found shape")
 
 
 def main() -> None:
     reference_file, untied, tied, scratch = map(Path, sys.argv[1:])
     reference = torch.load(reference_file)
-    world_size = int(__import__("os").environ["WORLD_SIZE"])
+    world_size = int(os.environ["WORLD_SIZE"])
     for layout in LAYOUTS[world_size]:
         for folder in (untied, tied):
             run_layout(layout, reference, folder, scratch, refusals=folder == untied)

@@ -1,0 +1,89 @@
+"""Hugging Face -> Megatron -> Hugging Face, each way in another layout, bit for bit; failures leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.distributed.launch import ROOT, torchrun
+
+TOOL = ROOT / "tools" / "convert_checkpoint.py"
+
+
+def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", str(TOOL), *map(str, arguments)]
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def megatron_untied(tmp_path_factory: pytest.TempPathFactory, tiny_untied: Path) -> Path:
+    out = tmp_path_factory.mktemp("converted") / "megatron"
+    done = convert("to-megatron", tiny_untied, out, "--verify")
+    assert done.returncode == 0, done.stderr
+    assert "verified bit for bit" in done.stdout
+    return out
+
+
+def assert_same_tensors(found: Path, expected: Path) -> None:
+    found_tensors, expected_tensors = load_file(found), load_file(expected)
+    assert found_tensors.keys() == expected_tensors.keys()
+    for name, tensor in expected_tensors.items():
+        assert found_tensors[name].dtype == tensor.dtype and torch.equal(found_tensors[name], tensor), name
+
+
+def test_one_process_in_two_by_two_out(megatron_untied: Path, tiny_untied: Path, tmp_path: Path):
+    torchrun(TOOL, 4, "to-hf", megatron_untied, tmp_path / "hf", "--tensor", 2, "--pipeline", 2, "--verify")
+    assert_same_tensors(tmp_path / "hf" / "model.safetensors", tiny_untied / "model.safetensors")
+    config, original = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "hf", tiny_untied))
+    assert config == original
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_two_ranks_in_one_process_out_tied_bf16_with_value_head(tiny_tied: Path, tmp_path: Path):
+    source = tmp_path / "source"
+    shutil.copytree(tiny_tied, source)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    save_file({"value_head.weight": torch.randn(1, 64)}, source / "value_head.safetensors")
+    (source / "tokenizer.json").write_text("{}")
+    torchrun(TOOL, 2, "to-megatron", source, tmp_path / "megatron", "--pipeline", 2, "--verify")
+    done = convert("to-hf", tmp_path / "megatron", tmp_path / "hf", "--verify")
+    assert done.returncode == 0, done.stderr
+    for name in ("model.safetensors", "value_head.safetensors"):
+        assert_same_tensors(tmp_path / "hf" / name, source / name)
+    assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_damaged_checkpoint_leaves_nothing(megatron_untied: Path, tmp_path: Path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(megatron_untied, damaged)
+    next(damaged.glob("*.distcp")).write_bytes(b"")
+    done = convert("to-hf", damaged, tmp_path / "hf")
+    assert done.returncode == 1 and "cannot be loaded as a Megatron checkpoint" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
+
+
+def test_mistakes_are_named(megatron_untied: Path, tiny_untied: Path, tmp_path: Path):
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_untied, broken)
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, broken / "model.safetensors")
+    for arguments, words in [
+        (("to-megatron", broken, tmp_path / "out"), "model.layers.2.mlp.up_proj.weight: missing"),
+        (("to-megatron", tiny_untied, megatron_untied), "exists already"),
+        (("to-hf", tiny_untied, tmp_path / "out", "--tensor", 3), "no conversion.json"),
+    ]:
+        done = convert(*arguments)
+        assert done.returncode == 1 and words in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]

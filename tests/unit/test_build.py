@@ -1,0 +1,176 @@
+"""Hugging Face config -> Megatron config, layouts that do not fit, and the table of weights. No process group."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from megatron_ac2.config import ParallelConfig
+from megatron_ac2.model import build
+from megatron_ac2.model.build import check_layout, load_hf_config, padded_vocab_size, transformer_config
+from megatron_ac2.model.hf_table import Table
+from megatron_ac2.parallel.topology import check_world, init_topology
+from megatron_ac2.types import UserError
+
+
+def qwen3(**changes) -> Qwen3Config:
+    sizes = dict(vocab_size=250, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4)
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    fixed = dict(num_key_value_heads=2, head_dim=32, rope_parameters=rope, architectures=["Qwen3ForCausalLM"])
+    return Qwen3Config(**{**sizes, **fixed, **changes})
+
+
+def write_config(folder: Path, **changes) -> Path:
+    folder.mkdir(exist_ok=True)
+    fields = json.loads(qwen3().to_json_string(use_diff=False)) | changes
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def test_config_fields_follow_the_model():
+    config = transformer_config(qwen3(rms_norm_eps=1e-5), ParallelConfig(2, 3, True), torch.bfloat16)
+    assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (6, 64, 96)
+    assert (config.num_attention_heads, config.num_query_groups, config.kv_channels) == (4, 2, 32)
+    assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (2, 3)
+    assert config.sequence_parallel and config.layernorm_epsilon == 1e-5
+    assert config.bf16 and config.params_dtype == config.pipeline_dtype == torch.bfloat16
+    assert config.calculate_per_token_loss and config.variable_seq_lengths
+    assert config.hidden_dropout == config.attention_dropout == 0.0
+
+
+def test_extra_fields_pass_through():
+    extra = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    assert transformer_config(qwen3(), ParallelConfig(), torch.float32, extra).recompute_granularity == "full"
+
+
+def test_every_bad_extra_field_is_named():
+    extra = {"hiden_dropout": 0.1, "num_layers": 2, "context_parallel_size": 2}
+    with pytest.raises(UserError) as caught:
+        transformer_config(qwen3(), ParallelConfig(), torch.float32, extra)
+    assert len(caught.value.problems) == 3
+    for problem, name in zip(caught.value.problems, extra, strict=True):
+        assert problem.startswith(f"megatron.{name}: found")
+
+
+def test_values_that_megatron_refuses_are_user_errors():
+    with pytest.raises(UserError, match="recompute_granularity"):
+        transformer_config(qwen3(), ParallelConfig(), torch.float32, {"recompute_granularity": "some"})
+
+
+@pytest.mark.parametrize("field", ["fp8", "fp4"])
+def test_low_precision_without_transformer_engine_is_refused(field: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(build, "has_transformer_engine", lambda: False)
+    with pytest.raises(UserError, match=f"megatron.{field}.*Transformer Engine"):
+        transformer_config(qwen3(), ParallelConfig(), torch.bfloat16, {field: "hybrid"})
+    assert not transformer_config(qwen3(), ParallelConfig(), torch.bfloat16, {field: None}).fp8
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 6), (2, 3)])
+def test_layouts_that_fit(layout: tuple[int, int]):
+    assert check_layout(qwen3(), ParallelConfig(*layout)) == []
+
+
+def test_every_violation_of_a_layout_is_listed():
+    problems = check_layout(qwen3(intermediate_size=100), ParallelConfig(3, 4))
+    assert problems == [
+        "parallel.tensor: found 3, model has 4 attention heads; accepted: divisors of 4",
+        "parallel.tensor: found 3, model has 2 key-value heads; accepted: divisors of 2",
+        "parallel.tensor: found 3, model has 100 feed-forward channels; accepted: divisors of 100",
+        "parallel.pipeline: found 4, model has 6 layers; accepted: divisors of 6",
+    ]
+    assert "sequence parallel needs tensor > 1" in check_layout(qwen3(), ParallelConfig(1, 1, True))[0]
+
+
+def test_padded_vocabulary_does_not_depend_on_usual_degrees():
+    assert {padded_vocab_size(qwen3(), tensor) for tensor in (1, 2, 4, 8)} == {256}
+    assert padded_vocab_size(qwen3(vocab_size=256), 2) == 256
+    assert padded_vocab_size(qwen3(vocab_size=257), 2) == 384
+    assert padded_vocab_size(qwen3(), 3) == 384  # a multiple of 3 and 128
+
+
+def test_world_must_divide():
+    assert check_world(ParallelConfig(2, 2), 8) == []
+    (problem,) = check_world(ParallelConfig(2, 2), 6)
+    assert "2 x 2 = 4 with 6 process(es)" in problem
+    assert len(check_world(ParallelConfig(0, -1), 8)) == 2
+
+
+def test_init_topology_fails_before_it_joins(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)  # nobody else is there: joining would wait for ever
+    with pytest.raises(UserError, match="parallel.tensor x parallel.pipeline"):
+        init_topology(ParallelConfig(2, 1), seed=0)
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(UserError, match="LOCAL_RANK: not set"):
+        init_topology(ParallelConfig(1, 1), seed=0)
+
+
+def test_load_hf_config(tmp_path: Path):
+    config = load_hf_config(write_config(tmp_path / "good"))
+    assert config.num_hidden_layers == 6 and build._rope(config)["rope_theta"] == 500.0
+
+
+def test_rope_theta_where_transformers_4_wrote_it(tmp_path: Path):
+    folder = write_config(tmp_path / "old", rope_theta=123.0)
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    assert build._rope(load_hf_config(folder))["rope_theta"] == 123.0
+
+
+def test_folder_mistakes(tmp_path: Path):
+    with pytest.raises(UserError, match="not a folder"):
+        load_hf_config(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="no config.json"):
+        load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures: found"),
+        ({"hidden_act": "gelu"}, "hidden_act: found 'gelu'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}}, "rope_type: found 'yarn'"),
+    ],
+)
+def test_models_that_are_not_supported(tmp_path: Path, changes: dict, words: str):
+    with pytest.raises(UserError, match=words):
+        load_hf_config(write_config(tmp_path / "model", **changes))
+
+
+def test_qkv_is_laid_out_by_group():
+    """4 heads, 2 groups: group 0 holds queries 0 and 1, then its key and value; group 1 the same of 2 and 3."""
+    table = Table(qwen3(head_dim=1))
+    rule = table.rule("decoder.layers.0.self_attention.linear_qkv.weight", first_layer=2)
+    assert rule.parts[0] == "model.layers.2.self_attn.q_proj.weight"
+    query, key, value = (torch.tensor(rows)[:, None] for rows in ([10, 11, 12, 13], [20, 21], [30, 31]))
+    fused = table.fuse(rule, (query, key, value))
+    assert fused[:, 0].tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
+    assert [piece[:, 0].tolist() for piece in table.unfuse(rule, fused)] == [[10, 11, 12, 13], [20, 21], [30, 31]]
+
+
+def test_table_covers_the_model_and_nothing_else():
+    from transformers import Qwen3ForCausalLM
+
+    for tied in (False, True):
+        config = qwen3(tie_word_embeddings=tied)
+        with torch.device("meta"):
+            names = {name for name, _ in Qwen3ForCausalLM(config).named_parameters()}  # a tied head appears once
+        assert set(Table(config).hf_names(with_lm_head=True)) == names
+
+
+def test_transformer_engine_names_are_known_and_others_refused():
+    table = Table(qwen3())
+    fused_norm = table.rule("decoder.layers.1.mlp.linear_fc1.layer_norm_weight", first_layer=0)
+    assert fused_norm.parts == ("model.layers.1.post_attention_layernorm.weight",)
+    for name in ("decoder.layers.1.mlp.linear_fc9.weight", "decoder.something.weight"):
+        with pytest.raises(UserError, match=name):
+            table.rule(name, first_layer=0)

@@ -1,0 +1,96 @@
+"""Reading and writing Hugging Face folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_ac2.model.hf_files import HfFolderWriter, HfReader, copy_tokenizer
+from megatron_ac2.types import UserError
+
+TENSORS = {f"layer.{i}.weight": torch.arange(12.0).reshape(4, 3) + i for i in range(5)}  # 48 bytes each
+
+
+def write(folder: Path, max_file_bytes: int = 1 << 30) -> Path:
+    with HfFolderWriter(folder, max_file_bytes) as writer:
+        for name, tensor in TENSORS.items():
+            writer.add(name, tensor)
+        writer.add_value_head("value_head.weight", torch.ones(1, 3))
+        writer.commit()
+    return folder
+
+
+@pytest.mark.parametrize(("max_file_bytes", "num_files"), [(1 << 30, 1), (100, 3), (1, 5)])
+def test_what_is_written_is_read(tmp_path: Path, max_file_bytes: int, num_files: int):
+    folder = write(tmp_path / "model", max_file_bytes)
+    assert len(list(folder.glob("model*.safetensors"))) == num_files
+    assert (folder / "model.safetensors.index.json").is_file() == (num_files > 1)
+    reader = HfReader(folder)
+    assert reader.names == {*TENSORS, "value_head.weight"}
+    for name, tensor in TENSORS.items():
+        assert torch.equal(reader.read(name), tensor)
+        assert reader.dtype(name) == "float32" and reader.shape(name) == (4, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_ranges_end_where_the_tensor_does(tmp_path: Path):
+    reader = HfReader(write(tmp_path / "model"))
+    full = TENSORS["layer.0.weight"]
+    assert torch.equal(reader.read_range("layer.0.weight", 0, 1, 3), full[1:3])
+    assert torch.equal(reader.read_range("layer.0.weight", 1, 1, 2), full[:, 1:2])
+    assert torch.equal(reader.read_range("layer.0.weight", 0, 3, 6), full[3:])
+    assert reader.read_range("layer.0.weight", 0, 4, 8).shape == (0, 3)
+
+
+def test_failed_write_leaves_the_old_folder(tmp_path: Path):
+    folder = write(tmp_path / "model")
+    with pytest.raises(OSError, match="disk"), HfFolderWriter(folder) as writer:
+        writer.add("other", torch.zeros(2))
+        raise OSError("disk full")
+    assert torch.equal(load_file(folder / "model.safetensors")["layer.1.weight"], TENSORS["layer.1.weight"])
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_finished_write_replaces_the_old_folder(tmp_path: Path):
+    folder = write(tmp_path / "model", 1)
+    with HfFolderWriter(folder) as writer:
+        writer.add("other", torch.zeros(2))
+        writer.commit()
+    assert HfReader(folder).names == {"other"}
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_tensor_is_written_as_it_was_when_added(tmp_path: Path):
+    live = torch.zeros(3)
+    with HfFolderWriter(tmp_path / "model") as writer:
+        writer.add("live", live)
+        live += 1
+        writer.commit()
+    assert HfReader(tmp_path / "model").read("live").tolist() == [0, 0, 0]
+
+
+def test_copy_tokenizer(tmp_path: Path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir(), target.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "pytorch_model.bin"):
+        (source / name).write_text(name)
+    copy_tokenizer(source, target)
+    assert {path.name for path in target.iterdir()} == {"tokenizer.json", "tokenizer_config.json", "vocab.json"}
+
+
+def test_folder_mistakes(tmp_path: Path):
+    with pytest.raises(UserError, match="found neither"):
+        HfReader(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors at all")
+    with pytest.raises(UserError, match="cannot be read as safetensors"):
+        HfReader(tmp_path)
+    folder = write(tmp_path / "model", 1)
+    next(iter(folder.glob("model-00002*"))).unlink()
+    with pytest.raises(UserError, match="named by model.safetensors.index.json, but not there"):
+        HfReader(folder)
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="b: missing"):
+        HfReader(tmp_path).read("b")

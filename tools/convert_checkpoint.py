@@ -1,0 +1,192 @@
+"""Convert weights between a Hugging Face folder and a Megatron distributed checkpoint (torch_dist).
+
+    python tools/convert_checkpoint.py to-megatron HF_FOLDER OUT --verify
+    torchrun --nproc_per_node=4 tools/convert_checkpoint.py to-hf MEGATRON_FOLDER OUT --tensor 2 --pipeline 2
+
+A torch_dist checkpoint has no layout of its own: --tensor and --pipeline say how the model is cut while it is converted
+(a model too large for one process), and the result loads into any other. The Megatron folder also keeps config.json
+and the tokenizer in hf/, and what else is needed to come back in conversion.json. --verify reads the result back and
+compares every tensor bit for bit (after rounding, if --dtype asks for it). A conversion that fails leaves nothing at OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import PretrainedConfig
+
+from megatron_ac2.config import ParallelConfig
+from megatron_ac2.model.build import build_model, check_layout, load_hf_config
+from megatron_ac2.model.hf_files import VALUE_HEAD_FILE, HfReader, copy_tokenizer
+from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights, save_hf
+from megatron_ac2.parallel.collectives import barrier, gather_objects
+from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
+from megatron_ac2.types import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_NOTE = "conversion.json"
+_HF = "hf"  # folder of config.json and the tokenizer inside a Megatron folder
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is converted, and how it is cut on the way."""
+
+    folder: Path
+    hf_config: PretrainedConfig
+    head: str  # "lm" | "value"
+    dtype: str
+    rounded: bool  # the user asked for `dtype`, whatever the source's files hold
+    parallel: ParallelConfig
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    try:
+        source = read_source(arguments)
+        topology = init_topology(source.parallel, seed=0)
+        convert = to_megatron if arguments.direction == "to-megatron" else to_hf
+        with staging(arguments.out, topology) as unfinished:
+            convert(source, topology, unfinished, arguments.verify)
+        if topology.rank == 0:
+            print(f"{arguments.out}: written{', verified bit for bit' if arguments.verify else ''}")
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        shutdown()
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("direction", choices=("to-megatron", "to-hf"))
+    parser.add_argument("source", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--pipeline", type=int, default=1)
+    parser.add_argument("--dtype", choices=DTYPES, help="to-megatron: of the weights; default: as in the source")
+    parser.add_argument("--verify", action="store_true", help="read the result back and compare bit for bit")
+    return parser.parse_args()
+
+
+def read_source(arguments: argparse.Namespace) -> Source:
+    """Find every mistake that the arguments and the source's small files can show. Raises `UserError`."""
+    folder: Path = arguments.source
+    if arguments.out.exists():
+        raise UserError(f"{arguments.out}: exists already; remove it or give another folder")
+    parallel = ParallelConfig(tensor=arguments.tensor, pipeline=arguments.pipeline)
+    if arguments.direction == "to-megatron":
+        hf_config = load_hf_config(folder)
+        reader = HfReader(folder)
+        head = "value" if (folder / VALUE_HEAD_FILE).is_file() else "lm"
+        dtype = arguments.dtype or reader.dtype("model.embed_tokens.weight")
+    else:
+        note = read_note(folder)
+        hf_config, head, dtype = load_hf_config(folder / _HF), note["head"], note["dtype"]
+        if arguments.dtype not in (None, dtype):
+            raise UserError(f"--dtype: found {arguments.dtype}; to-hf keeps the source's {dtype}")
+    problems = check_layout(hf_config, parallel)
+    if dtype not in DTYPES:
+        problems.append(f"{folder}: weights are {dtype}, accepted: {', '.join(DTYPES)}; give --dtype")
+    if problems:
+        raise UserError(problems)
+    return Source(folder, hf_config, head, dtype, arguments.dtype is not None, parallel)
+
+
+def read_note(folder: Path) -> dict[str, str]:
+    if not (folder / _NOTE).is_file():
+        raise UserError(f"{folder}: no {_NOTE} in it; to-hf reads what to-megatron wrote")
+    return json.loads((folder / _NOTE).read_text())
+
+
+@contextmanager
+def staging(out: Path, topology: Topology) -> Iterator[Path]:
+    """A folder beside `out` to write into: it becomes `out` if every rank gets through, and is removed otherwise."""
+    unfinished = out.parent / f".{out.name}.converting"
+    if topology.rank == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    barrier()
+    try:
+        yield unfinished
+        barrier()
+        if topology.rank == 0:
+            unfinished.rename(out)
+        barrier()
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def to_megatron(source: Source, topology: Topology, out: Path, verify: bool) -> None:
+    model = new_model(source, topology)
+    load_hf_weights(model, source.hf_config, topology, source.folder)
+    dist_checkpointing.save(sharded_state(model, topology), str(out))
+    if topology.rank == 0:
+        source.hf_config.save_pretrained(out / _HF)
+        copy_tokenizer(source.folder, out / _HF)
+        (out / _NOTE).write_text(json.dumps({"head": source.head, "dtype": source.dtype}))
+    barrier()
+    if verify:
+        del model
+        check_against_files(load_megatron(source, topology, out), source, topology, source.folder)
+
+
+def to_hf(source: Source, topology: Topology, out: Path, verify: bool) -> None:
+    model = load_megatron(source, topology, source.folder)
+    save_hf(model, source.hf_config, topology, out, tokenizer_from=source.folder / _HF)
+    if verify:
+        check_against_files(model, source, topology, out)
+
+
+def new_model(source: Source, topology: Topology) -> GPTModel:
+    return build_model(source.hf_config, topology, source.parallel, DTYPES[source.dtype], source.head)
+
+
+def load_megatron(source: Source, topology: Topology, folder: Path) -> GPTModel:
+    model = new_model(source, topology)
+    try:
+        loaded = dist_checkpointing.load(sharded_state(model, topology), str(folder))
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException only
+        reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]  # before it stand other ranks' traces
+        raise UserError(f"{folder}: cannot be loaded as a Megatron checkpoint: {reason[0]}") from error
+    model.load_state_dict(loaded["model"])
+    return model
+
+
+def sharded_state(model: GPTModel, topology: Topology) -> dict[str, object]:
+    return {"model": model.sharded_state_dict(metadata={"dp_cp_group": topology.pg.dp_cp})}
+
+
+def check_against_files(model: GPTModel, source: Source, topology: Topology, folder: Path) -> None:
+    """Every full tensor of the model against the folder's files. Raises `UserError` on every rank."""
+    reader = HfReader(folder)
+    problems = []
+    for name, tensor in export_hf_weights(model, source.hf_config, topology):
+        if topology.rank == 0 and not same_bits(tensor.cpu(), reader.read(name), source.rounded):
+            problems.append(f"{name}: {folder} holds other values than the converted model")
+    problems = gather_objects(problems)[0]
+    if problems:
+        raise UserError(problems)
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor, rounded: bool) -> bool:
+    expected = expected.to(found.dtype) if rounded else expected
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return False
+    return torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
