@@ -240,7 +240,7 @@ def _leaves(tree: DictConfig, prefix: str = "") -> list[tuple[str, Any]]:
         if isinstance(node, dict) and node:
             for name, child in node.items():
                 walk(child, f"{key}.{name}" if key else str(name))
-        else:
+        elif key:
             found.append((key, node))
 
     walk(raw, prefix)

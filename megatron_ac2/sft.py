@@ -1,7 +1,8 @@
 """Supervised learning on the same Megatron step: the policy on worked solutions, or a value head on step labels.
+A critic needs this warm-up where its model cannot read yet; it is off unless a run's `critic.path` points at its output.
 
 `python -m megatron_ac2.sft config.yaml [section.field=value ...]`, alone or under torchrun. Rows of `sft.data` (JSONL):
-`prompt`, `response`, and for a value head `step_ends` (character offsets) with `step_correct` (0 or 1 each).
+`prompt`, `response`, and for a value head `step_ends` (character offsets) with `step_correct` (0 or 1 each), `reference`.
 Writes a Hugging Face folder, with `training_cost.json` beside the weights so that a run which starts there can report it.
 """
 
@@ -12,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from transformers import AutoTokenizer
 from megatron_ac2.algorithm.losses import value_bce_loss
 from megatron_ac2.config import ModelConfig, OptimizerConfig, ParallelConfig, load_config
 from megatron_ac2.data.packing import pack, plan_microbatches
-from megatron_ac2.data.worked import WorkedSolution, load_worked
+from megatron_ac2.data.worked import WorkedSolution, load_worked, step_values
 from megatron_ac2.entry import run_entry_point
 from megatron_ac2.kernels.chunk_loss import vocab_parallel_logprobs_and_entropy
 from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
@@ -85,6 +86,10 @@ def train(config: SftConfig) -> None:
     rows = load_worked(stage.data, tokenizer, tokenizer.eos_token_id)
     if stage.head == "value" and not all(len(row.step_positions) for row in rows):
         raise UserError(f'{stage.data}: a value head needs "step_ends" and "step_correct" in every row')
+    if stage.head == "value":
+        values = step_values(rows)
+        rows = [replace(row, step_correct=value) for row, value in zip(rows, values, strict=True)]
+        rows = [row.behind_reference(tokenizer.pad_token_id) for row in rows]
     topology = init_topology(config.parallel, config.run.seed, config.run.timeout_minutes)
     model = build_model(hf_config, topology, config.parallel, dtype, stage.head, config.megatron, config.run.seed)
     load_hf_weights(model, hf_config, topology, config.model.path)

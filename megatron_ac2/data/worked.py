@@ -23,20 +23,36 @@ class WorkedSolution:
 
     token_ids: np.ndarray  # int32[P + N], ends with the end-of-sequence token
     prompt_len: int
-    step_positions: np.ndarray  # int64[K]
+    step_positions: np.ndarray  # int64[K]; also counts P
     step_correct: np.ndarray  # float32[K]: everything up to here is right
+    reference_ids: np.ndarray | None  # int32[R], a right solution, ends with the end-of-sequence token
+
+    def behind_reference(self, separator_id: int) -> WorkedSolution:
+        """The critic's view: [reference, separator,] prompt, response (as training/value_head_critic.py lays it out)."""
+        if self.reference_ids is None:
+            return self
+        before = np.concatenate([self.reference_ids, [separator_id]]).astype(np.int32)
+        return WorkedSolution(
+            np.concatenate([before, self.token_ids]),
+            self.prompt_len + len(before),
+            self.step_positions + len(before),
+            self.step_correct,
+            None,
+        )
 
 
 def load_worked(path: str | Path, tokenizer: PreTrainedTokenizerBase, eos_id: int) -> list[WorkedSolution]:
-    """Rows {"prompt", "response"[, "step_ends" (character offsets), "step_correct"]} of a JSONL file.
+    """Rows {"prompt", "response"[, "step_ends" (character offsets), "step_correct", "reference"]} of a JSONL file.
 
     Raises `UserError` naming the file and line of every broken row (the first 20).
     """
     rows = _read(Path(path))
     prompts = template_prompts([row["prompt"] for row in rows], tokenizer)
     encoded = tokenizer([row["response"] for row in rows], add_special_tokens=False, return_offsets_mapping=True)
+    references = iter(tokenizer([row["reference"] for row in rows if "reference" in row] or [""],
+                                add_special_tokens=False)["input_ids"])  # fmt: skip
     return [
-        _solution(row, prompt, ids, offsets, eos_id)
+        _solution(row, prompt, ids, offsets, next(references) if "reference" in row else None, eos_id)
         for row, prompt, ids, offsets in zip(
             rows, prompts, encoded["input_ids"], encoded["offset_mapping"], strict=True
         )
@@ -68,7 +84,12 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _solution(
-    row: dict[str, Any], prompt: Sequence[int], ids: Sequence[int], offsets: Sequence[tuple[int, int]], eos_id: int
+    row: dict[str, Any],
+    prompt: Sequence[int],
+    ids: Sequence[int],
+    offsets: Sequence[tuple[int, int]],
+    reference: Sequence[int] | None,
+    eos_id: int,
 ) -> WorkedSolution:
     ends = np.array([end for _, end in offsets])
     steps = np.array(row.get("step_ends", []), dtype=np.int64)
@@ -77,4 +98,21 @@ def _solution(
         prompt_len=len(prompt),
         step_positions=len(prompt) + np.searchsorted(ends, steps).astype(np.int64),
         step_correct=np.array(row.get("step_correct", []), dtype=np.float32),
+        reference_ids=None if reference is None else np.array([*reference, eos_id], dtype=np.int32),
     )
+
+
+def step_values(rows: Sequence[WorkedSolution]) -> list[np.ndarray]:
+    """Value labels float32[K] a row: 0 once a step was wrong, else the chance that such a solution ends right.
+
+    That chance is counted in the rows themselves, by the number of steps to go: of those that were right so far, the
+    share whose last step is right too. It is the value of the demonstrator's policy, known no better than the data tell.
+    """
+    longest = max(len(row.step_correct) for row in rows)
+    so_far, to_the_end = np.zeros(longest), np.zeros(longest)  # [steps to go]
+    for row in rows:
+        to_go = np.arange(len(row.step_correct))[::-1]
+        so_far[to_go] += row.step_correct
+        to_the_end[to_go] += row.step_correct * row.step_correct[-1]
+    chance = to_the_end / np.maximum(so_far, 1)
+    return [(row.step_correct * chance[: len(row.step_correct)][::-1]).astype(np.float32) for row in rows]

@@ -17,6 +17,7 @@ from megatron_ac2.parallel.collectives import gather_objects
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.types import Sample, SampleRequest, UserError
 
+_CPU_BATCHED_TOKENS = 8192  # tokens an engine step may prefill
 Progress = Callable[[int, int], None]  # (finished, asked) on this replica
 
 
@@ -71,7 +72,7 @@ class ColocatedEngine:
         self._asleep: int | None = None  # the sleep level
         self._unusable: str | None = None
         arguments = dict(model=model_path, dtype=dtype, max_model_len=max_model_len, seed=seed)
-        self._llm = _build(arguments | _arguments(engine, topology), engine.options, topology.on_cpu)
+        self._llm = _build(arguments | _arguments(engine, topology, max_model_len), engine.options, topology.on_cpu)
 
     def sample(self, requests: Sequence[SampleRequest], progress: Progress | None = None) -> list[Sample]:
         """One sample a request, in order, the same list on every rank.
@@ -201,7 +202,7 @@ def _to_sample(completion: Any, num_top: int, version: int) -> Sample:
     )
 
 
-def _arguments(engine: EngineConfig, topology: Topology) -> dict[str, Any]:
+def _arguments(engine: EngineConfig, topology: Topology, max_model_len: int) -> dict[str, Any]:
     """The vLLM arguments that the design fixes, or that have a config field of their own."""
     arguments: dict[str, Any] = {
         "max_num_seqs": engine.max_num_seqs,
@@ -216,6 +217,8 @@ def _arguments(engine: EngineConfig, topology: Topology) -> dict[str, Any]:
     }
     if topology.on_cpu:
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30)}
+        # A prompt cut over two engine steps rewinds its request's generator, which CPU generators cannot do (vLLM raises).
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_model_len, _CPU_BATCHED_TOKENS)}
     else:
         arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": engine.gpu_memory_utilization}
     # The default executor knows no rank: it would put every engine of a node on GPU 0.
