@@ -96,7 +96,8 @@ def test_non_finite_loss_halves_at_once_and_clears_the_streak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("critic_norm", "actor_norms"), [(1.0, [0.0, 0.0]), (1.0, []), (math.nan, [1.0]), (math.inf, [1.0]), (1.0, [math.nan])]
+    ("critic_norm", "actor_norms"),
+    [(1.0, [0.0, 0.0]), (1.0, []), (math.nan, [1.0]), (math.inf, [1.0]), (1.0, [math.nan])],
 )
 def test_without_a_ratio_nothing_changes(critic_norm: float, actor_norms: list[float]) -> None:
     rate = critic_lr(lr=8.0, lr_min=1.0)

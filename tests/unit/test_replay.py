@@ -80,7 +80,9 @@ def test_target_buffer_drops_the_oldest() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])
-@pytest.mark.parametrize(("kind", "make"), [(ReplayBuffer, lambda n: trajectory(f"p{n % 3}", n)), (TargetBuffer, target)])
+@pytest.mark.parametrize(
+    ("kind", "make"), [(ReplayBuffer, lambda n: trajectory(f"p{n % 3}", n)), (TargetBuffer, target)]
+)
 def test_state_round_trip(kind, make, count: int) -> None:
     buffer, loaded = kind(5), kind(5)
     buffer.add([make(n) for n in range(count)])
