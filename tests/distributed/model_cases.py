@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from megatron_ac2.config import ParallelConfig
 from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
 from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights, save_hf, unwrap
+from megatron_ac2.parallel.collectives import all_ranks_agree, broadcast_object, gather_objects, reduce_scalars
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
 from megatron_ac2.types import UserError
 
@@ -110,6 +111,31 @@ def check_refusal(model, hf_config, topology, folder: Path, *expected: str) -> N
         raise AssertionError(f"{folder} was accepted")
 
 
+def check_failed_save(model, hf_config, topology, folder: Path, scratch: Path) -> None:
+    """Rank 0 cannot write; every rank learns of it, and none is left waiting."""
+    try:
+        save_hf(model, hf_config, topology, scratch / "a_file" / "model", tokenizer_from=folder)
+    except RuntimeError as error:
+        assert "not written" in str(error), error
+    else:
+        raise AssertionError("saved below a file")
+
+
+def check_collectives(topology: Topology) -> None:
+    rank, size = topology.rank, topology.world_size
+    assert gather_objects({"rank": rank}) == [{"rank": other} for other in range(size)]
+    assert broadcast_object("from 1" if rank == 1 else None, source=1) == "from 1"
+    assert reduce_scalars({"b": 2.0, "a": float(rank)}) == {"a": size * (size - 1) / 2, "b": 2.0 * size}
+    assert reduce_scalars({"a": rank}, op="max") == {"a": size - 1.0}
+    assert reduce_scalars({"a": rank}, op="min") == {"a": 0.0} and reduce_scalars({}) == {}
+    all_ranks_agree({"steps": [1, 2]}, "steps")
+    try:
+        all_ranks_agree(max(rank, 1), "streak")  # rank 0 and 1 agree
+        assert size == 2
+    except RuntimeError as error:
+        assert size == 4 and str(error).startswith("streak: ranks [2, 3]"), error
+
+
 def run_layout(layout: tuple[int, int, bool], reference, folder: Path, scratch: Path, refusals: bool) -> None:
     parallel = ParallelConfig(*layout)
     topology = init_topology(parallel, seed=0, timeout_minutes=2)
@@ -127,6 +153,8 @@ def run_layout(layout: tuple[int, int, bool], reference, folder: Path, scratch: 
     if refusals:
         odd_names, odd_shape = scratch / "odd_names", scratch / "odd_shape"
         check_refusal(model, hf_config, topology, odd_names, "model.norm.weight: missing", "surprise.weight: found")
+        check_failed_save(model, hf_config, topology, folder, scratch)
+        check_collectives(topology)
         check_refusal(model, hf_config, topology, odd_shape, "model.layers.3.self_attn.k_proj.weight: found shape")
 
 

@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 from tests.distributed.launch import torchrun
 
 CASES = Path(__file__).with_name("model_cases.py")
-LENGTHS = [[7, 12, 5], [16], [3, 9]]  # packed microbatches; their totals divide by 2 but for sequence parallel only
+LENGTHS = [[7, 12, 5], [16], [3, 9]]  # of the sequences of each microbatch; the totals divide by 2, as sequence parallel asks
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, tiny_untied: Path, tiny_
 
 def make_odd_folders(source: Path, scratch: Path) -> None:
     """Copies of a model: one with a tensor gone and one too many, one with a tensor of another shape."""
+    (scratch / "a_file").touch()
     for name in ("odd_names", "odd_shape"):
         (scratch / name).mkdir()
     tensors = load_file(source / "model.safetensors")
