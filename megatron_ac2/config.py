@@ -143,7 +143,6 @@ class EngineConfig:
     block_size: int = 32
     kv_cache_gib: float = 1.0  # CPU only
     verify_weights: bool = True  # checksum of every tensor after each reshard
-    bucket_mib: int = 512
     options: dict[str, Any] = field(default_factory=dict)  # any other vLLM engine argument
 
 
@@ -184,7 +183,7 @@ _POSITIVE = (
     "sampling.num_fresh", "sampling.num_prefixes", "sampling.group_size", "sampling.response_budget",
     "sampling.chunk_len", "sampling.cut_grid", "sampling.temperature", "replay.capacity", "replay.target_capacity",
     "replay.min_valid_for_target", "readiness.window", "engine.tensor_parallel", "engine.max_num_seqs",
-    "engine.block_size", "engine.bucket_mib", "evaluation.samples_per_problem", "data.grading_timeout",
+    "engine.block_size", "evaluation.samples_per_problem", "data.grading_timeout",
 )  # fmt: skip
 _FRACTIONS = ("sampling.audit_fraction", "sampling.cut_max_fraction", "engine.gpu_memory_utilization",
               "readiness.reference_min_reward")  # fmt: skip
@@ -286,6 +285,14 @@ def check_config(config: Config) -> list[str]:
         problems.append(
             f"replay.min_valid_for_target: found {config.replay.min_valid_for_target}, more than "
             f"sampling.group_size ({sampling.group_size}): no critic target could ever be made"
+        )
+    k_low, k_high = (config.entropy.k_min, config.entropy.k_max) if config.entropy.enabled else (0.0, 0.0)
+    if actor.clip_high + k_low < 0:
+        problems.append(f"actor.clip_high: found {actor.clip_high}, below 0 with entropy.k_min ({k_low}) added")
+    if actor.dual_clip <= 1 + actor.clip_high + k_high:
+        problems.append(
+            f"actor.dual_clip: found {actor.dual_clip}, must be above 1 + actor.clip_high + entropy.k_max "
+            f"({1 + actor.clip_high + k_high:g})"
         )
     if config.parallel.sequence and config.parallel.tensor == 1:
         problems.append("parallel.sequence: found true with parallel.tensor 1; sequence parallel needs tensor > 1")

@@ -103,14 +103,6 @@ def invalid_rate(valid: np.ndarray | Sequence[bool]) -> float:
     return 1 - share(valid)
 
 
-def errors_by_tag(errors: Sequence[float], tags: Sequence[str]) -> dict[str, float]:
-    """Probe errors [N] and their target's tag -> `critic/error_<tag>`, the mean of each tag that occurs."""
-    by_tag: dict[str, list[float]] = {}
-    for error, tag in zip(errors, tags, strict=True):
-        by_tag.setdefault(tag, []).append(error)
-    return {f"critic/error_{tag}": float(np.mean(found)) for tag, found in sorted(by_tag.items())}
-
-
 class JsonlWriter:
     """Appends one JSON object a step. On resume, rows of steps that will be taken again are dropped first."""
 

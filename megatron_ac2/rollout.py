@@ -42,11 +42,18 @@ def context_ids(problem: Problem, response_ids: np.ndarray) -> np.ndarray:
 
 
 def stop_reason(sample: Sample, continuation: Continuation, response_budget: int) -> Stop:
-    """The engine's finish reason, read against the budget: a length cut is terminal only at the budget's end."""
+    """The engine's finish reason, read against the budget: a length cut is terminal only at the budget's end.
+
+    Raises RuntimeError if the engine cut a response that it was to roll out in full.
+    """
     if sample.finish == "stop":
         return "eos"
     used = len(continuation.prefix.response_ids) + len(sample.token_ids)
-    return "budget" if used >= response_budget else "chunk_end"
+    if used >= response_budget:
+        return "budget"
+    if continuation.mode != "chunk":
+        raise RuntimeError(f"the engine cut a {continuation.mode} rollout at {used} of {response_budget} response tokens")
+    return "chunk_end"
 
 
 def sample_step(

@@ -19,7 +19,6 @@ from megatron_ac2.metrics import (
     MetricsWriter,
     best_at_k,
     critic_calibration,
-    errors_by_tag,
     explained_variance,
     invalid_rate,
     mean_at_k,
@@ -73,13 +72,6 @@ def test_shares():
     assert invalid_rate([True, True, False, True]) == 0.25
     assert math.isnan(share([]))
     assert math.isnan(invalid_rate([]))
-
-
-def test_errors_by_tag_reports_the_tags_that_occur():
-    assert errors_by_tag([0.1, 0.3, 0.5], ["terminal", "terminal", "bootstrapped"]) == pytest.approx(
-        {"critic/error_bootstrapped": 0.5, "critic/error_terminal": 0.2}
-    )
-    assert errors_by_tag([], []) == {}
 
 
 def _write(run_dir, first, last, resume_step=0, **options):
