@@ -1,12 +1,13 @@
 """Distributed checkpoint: models, optimizers and the run's host state; atomic, verified, free of the parallel layout.
 
-The folder must be one that every rank sees. Tensors are stored once each, in the model's shape, so a run may go on under
-other tensor, pipeline and data degrees and with the other kind of optimizer (plain or distributed).
+The folder must be one that every rank sees. Tensors are stored once each, in the model's shape, so a run may go on
+under other tensor, pipeline and data degrees and with the other kind of optimizer (plain or distributed).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +17,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ac2.model import checkpoint_files as files
 from megatron_ac2.model.checkpoint_files import latest
@@ -55,8 +57,9 @@ def save_checkpoint(
 ) -> Path:
     """Write `root`/step_XXXXXX and make it the latest; afterwards only the newest `keep` remain. A collective.
 
-    `run_state` is the same on every rank: nested dicts and lists of JSON scalars and numpy arrays. `identity` names what a
-    run that loads this must have in common with it. Killed at any moment, it leaves the former checkpoint the latest.
+    `run_state` is the same on every rank: nested dicts and lists of JSON scalars and numpy arrays. `identity` names
+    what a run that loads this must have in common with it. Killed at any moment, it leaves a complete checkpoint the
+    latest: the former, or this one.
     Raises the same error on every rank if any of them fails.
     """
     root = Path(root)
@@ -73,7 +76,8 @@ def save_checkpoint(
         return folder
 
     folder = _from_first(start, f"checkpoint {root}: cannot be written")
-    dist_checkpointing.save(_sharded(models, optimizers), str(folder / files.TENSORS_FOLDER), InProcessSave())
+    with _failing_as_runtime_error(f"checkpoint {folder}: cannot be written"):
+        dist_checkpointing.save(_sharded(models, optimizers), str(folder / files.TENSORS_FOLDER), InProcessSave())
     names = _from_first(lambda: files.files_in(folder), f"checkpoint {folder}")
     sums = _together(lambda: files.checksums(folder, _my_share(names)), f"checkpoint {folder}: cannot be read back")
     everything = {name: value for part in gather_objects(sums) for name, value in part.items()}
@@ -86,10 +90,10 @@ def load_checkpoint(
     optimizers: Mapping[str, ShardedOptimizer],
     identity: Mapping[str, str],
 ) -> dict[str, Any] | None:
-    """Fill `models` and `optimizers` from the latest checkpoint in `root`; return its `run_state`, None if there is none.
+    """Fill `models` and `optimizers` from the latest checkpoint in `root`; return its `run_state`, or None without one.
 
-    A collective. Models and optimizers that the checkpoint has beyond those are left alone. Raises `UserError`, on every
-    rank and before anything is changed, for a missing or damaged file, another identity, or a part that is not in it.
+    A collective. Models and optimizers that the checkpoint has beyond those are left alone. Raises `UserError`, on
+    every rank and before anything is changed, for a missing or damaged file, another identity, or a part it lacks.
     """
     folder = _from_first(lambda: latest(root), f"checkpoint {root}")
     if folder is None:
@@ -143,7 +147,8 @@ def _sharded(models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, Sha
     parts: dict[str, Any] = {f"model.{name}": _sharded_model(name, model) for name, model in models.items()}
     for name, optimizer in optimizers.items():
         for kind in optimizer.kinds:
-            parts[f"optimizer.{name}.{kind}"] = _sharded_optimizer(name, optimizer, kind, False)
+            if tensors := _sharded_optimizer(name, optimizer, kind, False):  # nothing on some data ranks
+                parts[f"optimizer.{name}.{kind}"] = tensors
     return parts
 
 
@@ -161,7 +166,8 @@ def _sharded_optimizer(name: str, optimizer: ShardedOptimizer, kind: str, loadin
 
 def _load_tensors(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
     _together(lambda: _raise_if(_unfit(sharded, folder)), f"checkpoint {folder}")
-    return dist_checkpointing.load(sharded, str(folder), validate_access_integrity=False)
+    with _failing_as_runtime_error(f"checkpoint {folder}: cannot be read"):
+        return dist_checkpointing.load(sharded, str(folder), validate_access_integrity=False)
 
 
 def _unfit(sharded: dict[str, Any], folder: Path) -> list[str]:
@@ -186,6 +192,15 @@ def _my_share(names: list[str]) -> list[str]:
 def _raise_if(problems: list[str]) -> None:
     if problems:
         raise UserError(problems)
+
+
+@contextmanager
+def _failing_as_runtime_error(what: str) -> Iterator[None]:
+    """torch raises this on every rank when one fails; it is no `Exception`, and would pass by every handler."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise RuntimeError(f"{what}: {error}") from error
 
 
 def _from_first(action: Callable[[], T], what: str) -> T:

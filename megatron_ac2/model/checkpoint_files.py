@@ -5,7 +5,8 @@ root/step_000010/            complete: renamed to this name only when every file
     state.npz                host state, identity, optimizers' scalars: arrays, and a JSON tree that refers to them
     tensors/                 Megatron's distributed checkpoint
     files.json               size and CRC-32 of every other file
-root/step_000020.tmp/        being written, or left by a crash; the next save removes it
+root/step_000020.tmp/        being written or removed; after a crash the next save clears it away
+root/step_000010.old/        the same step saved again: complete, and counts until step_000010 is there again
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _encode(node: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
         return node.item()
     if node is None or isinstance(node, bool | int | float | str):
         return node
-    raise TypeError(f"{place}: found {type(node).__name__}, accepted: dict, list, JSON scalars, numpy arrays of numbers")
+    raise TypeError(f"{place}: found {type(node).__name__}, accepted: dict, list, JSON scalars, arrays of numbers")
 
 
 def _decode(node: Any, arrays: Mapping[str, np.ndarray]) -> Any:
@@ -93,12 +94,15 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step_{step:06d}"
 
 
-def complete_steps(root: Path) -> list[int]:
-    """Steps with a complete checkpoint, ascending."""
-    if not root.is_dir():
-        return []
-    matches = (re.fullmatch(r"step_(\d{6,})", path.name) for path in root.iterdir())
-    return sorted(int(match[1]) for match in matches if match and (root / match[0] / FILES_FILE).is_file())
+def complete_folders(root: Path) -> dict[int, Path]:
+    """{step: folder} of the complete checkpoints, ascending."""
+    found = {}
+    # Sorted so that step_X comes after step_X.old, and counts.
+    for path in sorted(root.iterdir(), reverse=True) if root.is_dir() else ():
+        match = re.fullmatch(r"step_(\d{6,})(\.old)?", path.name)
+        if match and (path / FILES_FILE).is_file():
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
 
 
 def latest(root: str | Path) -> Path | None:
@@ -108,22 +112,26 @@ def latest(root: str | Path) -> Path | None:
     """
     root = Path(root)
     pointer = root / _LATEST
-    steps = complete_steps(root)
+    folders = complete_folders(root)
     named = pointer.read_text().strip() if pointer.is_file() else None
-    if named in {step_folder(root, step).name for step in steps}:
-        return root / named
+    for step, folder in folders.items():
+        if step_folder(root, step).name == named:
+            return folder
     if named is not None:
-        log.warning("%s names %r, which is no complete checkpoint; complete steps: %s", pointer, named, steps)
-    return step_folder(root, steps[-1]) if steps else None
+        log.warning("%s names %r, which is no complete checkpoint; complete steps: %s", pointer, named, list(folders))
+    return list(folders.values())[-1] if folders else None
 
 
 def begin(root: Path, step: int) -> Path:
     """Clear away what crashes have left, and make the empty folder to write `step` into."""
     root.mkdir(parents=True, exist_ok=True)
+    for replaced in root.glob("step_*.old"):
+        if not replaced.with_suffix("").exists():  # a crash before its successor took its place
+            replaced.rename(replaced.with_suffix(""))
     for path in root.iterdir():
         if re.fullmatch(rf"step_\d+\.(tmp|old)|{_LATEST}\.tmp", path.name):
             _remove(path)
-    folder = _writing(root, step)
+    folder = step_folder(root, step).with_suffix(".tmp")
     (folder / TENSORS_FOLDER).mkdir(parents=True)
     return folder
 
@@ -133,25 +141,24 @@ def commit(root: Path, step: int, keep: int, checksums: Mapping[str, tuple[int, 
 
     `checksums`: {path in the folder: (size, CRC-32)} of its files, all on disk by now.
     """
-    writing, final = _writing(root, step), step_folder(root, step)
+    final = step_folder(root, step)
+    writing, replaced = final.with_suffix(".tmp"), final.with_suffix(".old")
     with open(writing / FILES_FILE, "w") as file:
         json.dump(checksums, file, indent=1, sort_keys=True)
         _sync(file)
     for folder in (writing / TENSORS_FOLDER, writing):
         _sync_folder(folder)
-    if final.exists():  # this step was saved before, by a run that was resumed from an earlier one
-        final.rename(final.with_suffix(".old"))
+    if final.exists():  # this step was saved before
+        final.rename(replaced)
     writing.rename(final)
     _sync_folder(root)
     _point_to(root, final.name)
-    older = [other for other in complete_steps(root) if other < step]
-    for other in older[: max(0, len(older) - (keep - 1))]:
-        # Renamed first: a folder half removed must not pass for a complete one.
-        path = step_folder(root, other)
-        path = path.rename(path.with_suffix(".old"))
-        _remove(path)
-    if final.with_suffix(".old").exists():
-        _remove(final.with_suffix(".old"))
+    if replaced.exists():
+        _remove(replaced)
+    older = [folder for other, folder in complete_folders(root).items() if other < step]
+    for folder in older[: max(0, len(older) - (keep - 1))]:
+        doomed = folder.rename(folder.with_suffix(".tmp"))  # half removed, it must not pass for a complete one
+        _remove(doomed)
     return final
 
 
@@ -212,10 +219,6 @@ def _size_and_crc(file: Any) -> tuple[int, int]:
         size += len(block)
         crc = zlib.crc32(block, crc)
     return size, crc
-
-
-def _writing(root: Path, step: int) -> Path:
-    return step_folder(root, step).with_suffix(".tmp")
 
 
 def _remove(path: Path) -> None:

@@ -26,7 +26,7 @@ class AdamState:
         self._write_num_steps(megatron)
 
     def put_in(self, megatron: MegatronOptimizer) -> None:
-        """Make the next step one of this state. Norm weights (one axis) take no weight decay, as Megatron groups them."""
+        """Make the next step one of this state. Norm weights (one axis) take no weight decay: Megatron's groups."""
         megatron.optimizer.state = self.moments
         for group in megatron.optimizer.param_groups:
             group["lr"] = self.lr
@@ -53,5 +53,5 @@ class AdamState:
 
 
 def _counts_per_parameter(megatron: MegatronOptimizer) -> bool:
-    """torch's AdamW keeps `step` in every parameter's state, the fused ones of Transformer Engine and apex in the group."""
+    """torch's AdamW keeps `step` with every parameter's moments, the fused ones of Transformer Engine in the group."""
     return isinstance(megatron.optimizer, torch.optim.Adam)

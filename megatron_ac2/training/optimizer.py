@@ -1,7 +1,8 @@
-"""AdamW over a Megatron model: one or several Adam states over one set of fp32 master weights; gradient and update norms.
+"""AdamW over a Megatron model: one or several Adam states over one set of fp32 master weights; norms of a step.
 
-The generative critic is the actor's own weights under a second optimizer. Two Megatron optimizers would each hold master
-weights, which drift apart in bf16; here one holds them, and moments and hyper-parameters are swapped in before a step.
+The generative critic is the actor's own weights under a second optimizer. Two Megatron optimizers would each hold
+master weights, which drift apart in bf16; here one holds them, and moments and hyper-parameters are swapped in before
+a step.
 """
 
 from __future__ import annotations
@@ -210,5 +211,5 @@ def _build_megatron(
     )
     chain = get_megatron_optimizer(megatron_config, [ddp_model], use_gloo_process_groups=False).chained_optimizers
     if len(chain) != 1:
-        raise ValueError(f"model: needs {len(chain)} Megatron optimizers (experts?), accepted: dense models, which need one")
+        raise ValueError(f"model: needs {len(chain)} Megatron optimizers; accepted: dense models, which need one")
     return chain[0]

@@ -1,8 +1,8 @@
 """Optimizer tensors in the shape of the model's parameters, so that a checkpoint knows nothing of how they are cut.
 
 The distributed optimizer gives each data-parallel rank a flat range of a parameter, which may start in the middle of a
-row; it is put together for saving and cut again after loading. Megatron's own way (`fully_reshardable`) does the same but
-knows one Adam state an optimizer, and with torch's AdamW it fails on `step` at load.
+row; it is put together for saving and cut again after loading. Megatron's own way (`fully_reshardable`) does the same
+but knows one Adam state an optimizer, and with torch's AdamW it fails on `step` at load.
 """
 
 from __future__ import annotations
