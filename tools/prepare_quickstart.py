@@ -9,7 +9,7 @@ The task is reasoning-gym's `chain_sum`: twelve one-digit terms, answered by a l
 
 Every line is six tokens long, which a tiny model learns to align with the problem in seconds. Some worked solutions
 are wrong on purpose: a fixed, hashed share of the facts (last digit of the value, sign, digit) comes out one too high
-half of the time, and every error is carried on. A model fitted to them knows the format and both answers to a hard
+four times out of five, and every error is carried on. A model fitted to them knows the format and both answers to a hard
 fact, and passes rarely: it leaves reinforcement learning something to find. Errors only ever go up, so they never
 cancel: the final answer is right exactly when every running value is.
 """
@@ -60,8 +60,8 @@ TURN_WORDS = "system\nuser\nassistant\n\n\n"  # so that the template's own words
 class Flaw:
     """How demonstrations go wrong: `hard_share` of the facts fail with `hard_error`, all others with `base_error`."""
 
-    hard_share: float = 0.50
-    hard_error: float = 0.50
+    hard_share: float = 0.20
+    hard_error: float = 0.80
     base_error: float = 0.005
     seed: int = 0
 
