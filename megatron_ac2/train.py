@@ -40,15 +40,17 @@ def run(config: Config) -> RunState:
     writer = _open_writer(parts, state, config)
     timer = PhaseTimer(show=writer.phase)
     publish(parts.actor.model, parts.hf_config, parts.topology, parts.engine, state.next_step)
+    timer.reset()
     while (step := state.next_step) < config.run.num_steps:
-        timer.reset()
         metrics = _evaluate_if_due(parts, config, step, timer)
         metrics |= train_step(parts, state, config, step, timer)
         state.next_step = step + 1
+        # Before the checkpoint, whose seconds count in the next row: a crash between the two must lose no row.
+        writer.write(step, metrics | timer.metrics())
+        timer.reset()
         if state.next_step == config.run.num_steps or _is_due(config.run.checkpoint_every, state.next_step):
             with timer.phase("checkpoint"):
                 save(parts, state, config)
-        writer.write(step, metrics | timer.metrics())
     writer.write(state.next_step, _evaluate_if_due(parts, config, state.next_step, timer, last=True))
     writer.close()
     shutdown()
