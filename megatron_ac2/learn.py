@@ -59,6 +59,8 @@ def update_critic(critic: Critic, state: RunState, config: Config, step: int) ->
                 examples += [CriticExample(plain, target.value, 0.5), CriticExample(privileged, target.value, 0.5)]
         metrics = critic.update(examples)
         squared_norm += metrics["update_norm"] ** 2
+        if not math.isfinite(metrics["loss"]):
+            break  # the learning rate is halved for it, which a later finite loss would hide
     return metrics | {"update_norm": math.sqrt(squared_norm)} if metrics else {}
 
 
