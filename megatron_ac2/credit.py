@@ -67,7 +67,7 @@ def assign_credit(
     items += [(problems[groups[b].continuation.prefix.problem_id], _response(groups, (b, g))) for b, g in graded_ends]
     grades = grade(items)
     fresh = tuple(
-        Trajectory(problem.problem_id, sample.token_ids, result.reward, version)
+        Trajectory(problem.problem_id, sample.token_ids, result.reward if result.valid else 0.0, version)
         for (problem, sample), result in zip(rollout.fresh, grades)
     )
     by_end = dict(zip(graded_ends, grades[len(rollout.fresh) :], strict=True))
