@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from megatron_ac2.algorithm.value_prompt import PROMPT_HASH
+from megatron_ac2.algorithm.value_prompt import PROMPT_HASH, build_value_prompt
 from megatron_ac2.config import Config
 from megatron_ac2.data.graders import RuleGrader, ungradable
 from megatron_ac2.data.problems import load_problems
@@ -66,16 +66,17 @@ def read_inputs(config: Config) -> Inputs:
     """Model configs, tokenizer and problems. Raises one `UserError` with all that is wrong with them."""
     problems: list[str] = []
 
-    def attempt(read: Callable[[], Any]) -> Any:
+    def attempt(read: Callable[[], Any], path_field: str = "model.path") -> Any:
         try:
             return read()
         except UserError as error:
-            problems.extend(error.problems)
+            problems.extend(problem.replace("model.path", path_field, 1) for problem in error.problems)
             return None
 
     hf_config = attempt(lambda: load_hf_config(config.model.path))
-    critic_path = config.critic.path or config.model.path
-    critic_hf = attempt(lambda: load_hf_config(critic_path)) if _has_value_head(config) and critic_path != config.model.path else hf_config
+    critic_hf = hf_config
+    if _has_value_head(config) and config.critic.path not in (None, config.model.path):
+        critic_hf = attempt(lambda: load_hf_config(config.critic.path), "critic.path")
     tokenizer = attempt(lambda: load_tokenizer(config.model.path)) if hf_config is not None else None
     train = attempt(lambda: load_problems(config.data.train, tokenizer)) if tokenizer is not None else None
     validation: list[Problem] = []
@@ -86,13 +87,13 @@ def read_inputs(config: Config) -> Inputs:
         attempt(lambda: transformer_config(hf_config, config.parallel, torch.float32, config.megatron))
     if critic_hf is not None and critic_hf is not hf_config:
         problems += [f"critic.path: {problem}" for problem in check_layout(critic_hf, config.parallel)]
-        if critic_hf.vocab_size != hf_config.vocab_size:
+        if hf_config is not None and critic_hf.vocab_size != hf_config.vocab_size:
             problems.append(f"critic.path: vocabulary of {critic_hf.vocab_size}, the actor's is {hf_config.vocab_size}")
     problems += check_world(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
     max_model_len = 0
     if train:
         problems += ungradable(train)[:20] + ungradable(validation)[:20] + _stream_errors(config, train)
-        max_model_len = _max_model_len(config, hf_config, [*train, *validation], problems)
+        max_model_len = _max_model_len(config, hf_config, tokenizer, [*train, *validation], problems)
     if problems:
         raise UserError(list(dict.fromkeys(problems)))
     return Inputs(hf_config, critic_hf if _has_value_head(config) else None, tokenizer, train, validation, max_model_len)
@@ -192,22 +193,32 @@ def _stream_errors(config: Config, train: Sequence[Problem]) -> list[str]:
 
 
 def _max_model_len(
-    config: Config, hf_config: PretrainedConfig, problems_set: Sequence[Problem], problems: list[str]
+    config: Config,
+    hf_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    problems_set: Sequence[Problem],
+    problems: list[str],
 ) -> int:
     """The engine's longest context: prompt + budget; the value prompt of a generative critic may hold a reference too."""
-    longest = max(len(problem.prompt_ids) for problem in problems_set) + config.sampling.response_budget
+    budget, critic, chosen = config.sampling.response_budget, config.critic, config.engine.max_model_len
+    longest = max(len(problem.prompt_ids) for problem in problems_set) + budget
     limit = hf_config.max_position_embeddings
     if longest > limit:
         problems.append(
-            f"sampling.response_budget: found {config.sampling.response_budget}; with the longest prompt that is "
-            f"{longest} tokens, the model reads {limit}"
+            f"sampling.response_budget: found {budget}; with the longest prompt that is {longest} tokens, "
+            f"the model reads {limit}"
         )
+    if chosen is not None and chosen < longest:
+        problems.append(f"engine.max_model_len: found {chosen}, longest prompt + response: {longest}")
     wanted = longest
-    if config.critic.kind == "generative" and config.sampling.routing == "ac2":
-        wanted += config.sampling.response_budget + 512
-    if config.engine.max_model_len is not None and config.engine.max_model_len < longest:
-        problems.append(f"engine.max_model_len: found {config.engine.max_model_len}, longest prompt + response: {longest}")
-    return config.engine.max_model_len or min(wanted, limit)
+    is_generative = critic.kind == "generative" and config.sampling.routing == "ac2"
+    if is_generative:
+        wording = len(build_value_prompt(tokenizer, "", [], budget, []))
+        wanted += wording + budget + critic.max_value_tokens
+    max_model_len = chosen or min(wanted, limit)
+    if is_generative and (critic.max_context_len or 0) > max_model_len:
+        problems.append(f"critic.max_context_len: found {critic.max_context_len}, the engine reads {max_model_len}")
+    return max_model_len
 
 
 def _load_model(
