@@ -76,7 +76,8 @@ def report(run: Path, console: Console) -> None:
     """What a newcomer wants to know, from the run's own metrics file."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     scored = [row for row in rows if "evaluation/mean" in row]
-    first, last, final = scored[0], scored[-1], rows[-1]
+    first, last = scored[0], scored[-1]
+    final = [row for row in rows if "perf/decoding_flops" in row][-1]  # the last row holds the last evaluation alone
     table = Table(title="quickstart", show_header=False)
     for name, row in (("before", first), ("after", last)):
         table.add_row(
