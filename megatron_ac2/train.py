@@ -51,7 +51,8 @@ def run(config: Config) -> RunState:
         if state.next_step == config.run.num_steps or _is_due(config.run.checkpoint_every, state.next_step):
             with timer.phase("checkpoint"):
                 save(parts, state, config)
-    writer.write(state.next_step, _evaluate_if_due(parts, config, state.next_step, timer, last=True))
+    if metrics := _evaluate_if_due(parts, config, state.next_step, timer, last=True):
+        writer.write(state.next_step, metrics)
     writer.close()
     shutdown()
     return state
