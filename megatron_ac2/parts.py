@@ -169,6 +169,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise UserError(f"model.path: no readable tokenizer in {path}: {error}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"model.path: the tokenizer in {path} has no end-of-sequence token")
+    if not tokenizer.chat_template:  # so does transformers' empty stand-in for tokenizer files that are not there
+        raise UserError(f"model.path: the tokenizer in {path} is missing or has no chat template")
     return tokenizer
 
 
