@@ -70,17 +70,33 @@ def _read(path: Path) -> list[dict[str, Any]]:
             except ValueError as error:
                 problems.append(f"{path}: line {number}: not JSON: {error}")
                 continue
-            if not isinstance(row, dict) or not all(isinstance(row.get(k), str) for k in ("prompt", "response")):
-                problems.append(f'{path}: line {number}: accepted: an object with the texts "prompt" and "response"')
-            elif len(row.get("step_ends", ())) != len(row.get("step_correct", ())):
-                problems.append(f'{path}: line {number}: "step_ends" and "step_correct" differ in length')
-            else:
+            found = _row_errors(row)
+            problems += [f"{path}: line {number}: {error}" for error in found]
+            if not found:
                 rows.append(row)
     if problems:
         raise UserError(problems[:20])
     if not rows:
         raise UserError(f"{path}: found no rows")
     return rows
+
+
+def _row_errors(row: Any) -> list[str]:
+    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("prompt", "response")):
+        return ['accepted: an object with the texts "prompt" and "response"']
+    errors = []
+    if not isinstance(row.get("reference", ""), str):
+        errors.append(f'"reference": found {row["reference"]!r}, accepted: text, or none')
+    ends, correct = row.get("step_ends", []), row.get("step_correct", [])
+    if not isinstance(ends, list) or not all(isinstance(end, int) for end in ends):
+        return [*errors, f'"step_ends": found {ends!r}, accepted: a list of character offsets']
+    if not isinstance(correct, list) or any(value not in (0, 1) for value in correct):
+        return [*errors, f'"step_correct": found {correct!r}, accepted: a list of 0 and 1']
+    if len(ends) != len(correct):
+        errors.append('"step_ends" and "step_correct" differ in length')
+    if any(end <= start for start, end in zip([0, *ends], ends)) or ends[-1:] > [len(row["response"])]:
+        errors.append(f'"step_ends": found {ends}, accepted: rising offsets from 1 to {len(row["response"])}')
+    return errors
 
 
 def _solution(
