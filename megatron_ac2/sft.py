@@ -34,6 +34,7 @@ from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
 from megatron_ac2.random_streams import stream
 from megatron_ac2.training.optimizer import build_optimizer
 from megatron_ac2.training.step import Loss, apply_step, forward_backward, to_device, token_alignment
+from megatron_ac2.training.value_head_critic import value_metrics, value_sums
 from megatron_ac2.types import PackedBatch, UserError
 
 COST_FILE = "training_cost.json"
@@ -44,6 +45,7 @@ class StageConfig:
     data: str = "???"
     out: str = "???"
     head: str = "lm"  # lm | value
+    labels: str = "correct"  # of a value head: correct (right so far) | value (data/worked.py, step_values)
     num_steps: int = 300
     batch_size: int = 64
     warmup_steps: int = 30
@@ -87,8 +89,9 @@ def train(config: SftConfig) -> None:
     if stage.head == "value" and not all(len(row.step_positions) for row in rows):
         raise UserError(f'{stage.data}: a value head needs "step_ends" and "step_correct" in every row')
     if stage.head == "value":
-        values = step_values(rows)
-        rows = [replace(row, step_correct=value) for row, value in zip(rows, values, strict=True)]
+        if stage.labels == "value":
+            values = step_values(rows)
+            rows = [replace(row, step_correct=value) for row, value in zip(rows, values, strict=True)]
         rows = [row.behind_reference(tokenizer.pad_token_id) for row in rows]
     topology = init_topology(config.parallel, config.run.seed, config.run.timeout_minutes)
     model = build_model(hf_config, topology, config.parallel, dtype, stage.head, config.megatron, config.run.seed)
@@ -108,8 +111,9 @@ def train(config: SftConfig) -> None:
         tokens += sum(len(row.token_ids) for row in batch)
         if topology.rank == 0 and (step % stage.log_every == 0 or step == stage.num_steps - 1):
             speed = tokens / (time.monotonic() - started)
+            fit = f"explained_variance {value_metrics(metrics)['explained_variance']:.3f} " if "error" in metrics else ""
             print(
-                f"sft {stage.head} step {step + 1}/{stage.num_steps} loss {metrics['loss']:.4f} "
+                f"sft {stage.head} step {step + 1}/{stage.num_steps} loss {metrics['loss']:.4f} {fit}"
                 f"grad_norm {stepped['grad_norm']:.3f} {speed:,.0f} tokens/s",
                 flush=True,
             )
@@ -155,16 +159,20 @@ def microbatches_of(
 
 
 def _labelled(row: WorkedSolution) -> np.ndarray:
-    """1 where a value is labelled. Entry i sits at position prompt_len - 1 + i, as every field of a pack does."""
-    marks = np.zeros(len(row.token_ids) - row.prompt_len, dtype=np.float32)
-    marks[row.step_positions - row.prompt_len + 1] = 1.0
-    return marks
+    """1 from the end of the first step on. Entry i sits at position prompt_len - 1 + i, as every field of a pack does."""
+    return (_last_step(row) >= 0).astype(np.float32)
 
 
 def _targets(row: WorkedSolution) -> np.ndarray:
-    targets = np.zeros(len(row.token_ids) - row.prompt_len, dtype=np.float32)
-    targets[row.step_positions - row.prompt_len + 1] = row.step_correct
-    return targets
+    """Each token has the label of the last step that is complete there: a state may be cut within a step."""
+    last = _last_step(row)
+    return np.where(last >= 0, row.step_correct[np.maximum(last, 0)], 0.0).astype(np.float32)
+
+
+def _last_step(row: WorkedSolution) -> np.ndarray:
+    """int64[N]: the last complete step at positions prompt_len - 1, ..., or -1 before the first."""
+    positions = np.arange(row.prompt_len - 1, len(row.token_ids) - 1)
+    return np.searchsorted(row.step_positions, positions, side="right") - 1
 
 
 def language_loss(tp_group: Any, vocab_size: int, logits: torch.Tensor, batch: PackedBatch) -> Loss:
@@ -175,9 +183,9 @@ def language_loss(tp_group: Any, vocab_size: int, logits: torch.Tensor, batch: P
 
 def value_loss(logits: torch.Tensor, batch: PackedBatch) -> Loss:
     """Binary cross-entropy at the labelled positions, summed; logits [1, T, 1]."""
-    labelled = batch.fields["labelled"]
-    total = value_bce_loss(logits.squeeze(-1), batch.fields["targets"], labelled)
-    return total, labelled.sum(), {}
+    labelled, targets = batch.fields["labelled"], batch.fields["targets"]
+    total = value_bce_loss(logits.squeeze(-1), targets, labelled)
+    return total, labelled.sum(), value_sums(logits.detach().squeeze(-1).sigmoid(), targets, labelled)
 
 
 if __name__ == "__main__":

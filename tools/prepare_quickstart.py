@@ -9,7 +9,7 @@ The task is reasoning-gym's `chain_sum`: twelve one-digit terms, answered by a l
 
 Every line is six tokens long, which a tiny model learns to align with the problem in seconds. Some worked solutions
 are wrong on purpose: a fixed, hashed share of the facts (last digit of the value, sign, digit) comes out one too high
-four times out of five, and every error is carried on. A model fitted to them knows the format and both answers to a hard
+nearly half of the time, and every error is carried on. A model fitted to them knows the format and both answers to a hard
 fact, and passes rarely: it leaves reinforcement learning something to find. Errors only ever go up, so they never
 cancel: the final answer is right exactly when every running value is.
 """
@@ -60,8 +60,8 @@ TURN_WORDS = "system\nuser\nassistant\n\n\n"  # so that the template's own words
 class Flaw:
     """How demonstrations go wrong: `hard_share` of the facts fail with `hard_error`, all others with `base_error`."""
 
-    hard_share: float = 0.20
-    hard_error: float = 0.80
+    hard_share: float = 0.40
+    hard_error: float = 0.45
     base_error: float = 0.005
     seed: int = 0
 
@@ -166,6 +166,10 @@ def base_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 def write_base_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(base_config(tokenizer))
+    # transformers starts the pad token's row at zero. A norm divides by its length: where the token is read (a critic's
+    # separator, or sampled), its gradient would be thousands of times all others and clip them away.
+    with torch.no_grad():
+        model.model.embed_tokens.weight[tokenizer.pad_token_id].normal_(std=model.config.initializer_range)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model
@@ -176,8 +180,8 @@ def write_rows(path: Path, rows: Iterable[dict]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def worked_rows(entries: list[dict], flaw: Flaw, reference_share: float = 0.5) -> Iterator[dict]:
-    """Half of the rows also hold a right solution: a critic warmed up on them learns to read one, and to do without."""
+def worked_rows(entries: list[dict], flaw: Flaw, reference_share: float = 0.9) -> Iterator[dict]:
+    """Most rows also hold a right solution: a critic warmed up on them learns to read one, and to do without."""
     rng = random.Random(f"worked {flaw.seed}")
     for entry in entries:
         row = work(entry, flaw, rng)
