@@ -42,7 +42,7 @@ class Credit:
     targets: tuple[CriticTarget, ...]
     records: tuple[ErrorRecord, ...]
     probes: Values  # [B]; empty without a critic
-    audits: tuple[tuple[float, float], ...]  # (critic value at prefix + chunk_len, mean reward of the group)
+    audits: tuple[tuple[float, float], ...]  # (critic value at prefix + chunk_len, that member's own reward)
 
 
 def assign_credit(
@@ -80,7 +80,7 @@ def assign_credit(
         if critic is not None
         else ([], [])
     )
-    outcomes = tuple((value, float(endpoints.value[b].mean())) for b, value in audits)
+    outcomes = tuple((value, float(endpoints.value[end])) for end, value in audits if endpoints.target_valid[end])
     return Credit(fresh, by_end, endpoints, advantages, weights, tuple(targets), tuple(records), probes, outcomes)
 
 
@@ -95,7 +95,7 @@ def _ask_critic(
     references: ReferenceBank,
     critic: Critic | None,
     chunk_len: int,
-) -> tuple[Values, Values, list[tuple[int, float]]]:
+) -> tuple[Values, Values, list[tuple[tuple[int, int], float]]]:
     """One call for the probes V(s), the chunk ends V(s + c_i) and the audits, with the weights before this update."""
     if critic is None:
         return NO_VALUES, NO_VALUES, []
@@ -107,16 +107,14 @@ def _ask_critic(
     audits = audit_states(groups, chunk_len)
     states = [state(prefix.problem_id, prefix.response_ids) for prefix in prefixes]
     states += [state(prefixes[b].problem_id, _response(groups, (b, g))) for b, g in valued_ends]
-    states += [state(prefix.problem_id, ids) for _, prefix, ids in audits]
+    states += [state(prefixes[b].problem_id, ids) for (b, _), ids in audits]
     values = critic.score(states)
     bounds = np.cumsum([len(prefixes), len(valued_ends)])
     probe, end, audit = (
         Values(value, valid)
         for value, valid in zip(np.split(values.value, bounds), np.split(values.valid, bounds), strict=True)
     )
-    audited = [
-        (index, float(value)) for (index, _, _), value, valid in zip(audits, audit.value, audit.valid) if valid
-    ]
+    audited = [(member, float(value)) for (member, _), value, valid in zip(audits, audit.value, audit.valid) if valid]
     return probe, end, audited
 
 

@@ -68,8 +68,12 @@ def torchrun(ranks: int, module: str, *arguments: object) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """One thread a rank: two ranks on two cores fight over more, and torch's pools slow each other 10x."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(ROOT)}
+    """One thread a rank: two ranks on two cores fight over more, and torch's pools slow each other 10x.
+
+    Libraries' warnings about each other's deprecated calls would bury the progress.
+    """
+    quiet = {"PYTHONWARNINGS": "ignore", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    return {**os.environ, **quiet, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(ROOT)}
 
 
 def report(run: Path, console: Console) -> None:

@@ -19,7 +19,6 @@ from megatron_ac2.types import (
     Continuation,
     Grade,
     Grader,
-    Prefix,
     Problem,
     Sample,
     Sampler,
@@ -120,16 +119,14 @@ def grade_responses(
     return [grade for share in gather_objects(grades) for grade in share]
 
 
-def audit_states(
-    groups: Sequence[ChunkGroup], chunk_len: int
-) -> list[tuple[int, Prefix, np.ndarray]]:
-    """(group index, prefix, response at prefix + chunk_len) of the first long enough member of each audited group."""
+def audit_states(groups: Sequence[ChunkGroup], chunk_len: int) -> list[tuple[tuple[int, int], np.ndarray]]:
+    """((group, member), response at prefix + chunk_len) of the first long enough member of each audited group."""
     found = []
     for index, group in enumerate(groups):
         if group.continuation.mode != "audit":
             continue
-        chunk = next((c for c in group.chunks if len(c.token_ids) > chunk_len), None)
-        if chunk is not None:
-            prefix = group.continuation.prefix
-            found.append((index, prefix, np.concatenate([prefix.response_ids, chunk.token_ids[:chunk_len]])))
+        member = next((g for g, chunk in enumerate(group.chunks) if len(chunk.token_ids) > chunk_len), None)
+        if member is not None:
+            prefix_ids = group.continuation.prefix.response_ids
+            found.append(((index, member), np.concatenate([prefix_ids, group.chunks[member].token_ids[:chunk_len]])))
     return found

@@ -23,7 +23,6 @@ class Counters:
     decoding_flops: float = 0.0
     generated_tokens: int = 0
     prefill_tokens: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron_ac2.algorithm.sampling import choose_prefixes, fresh_prefixes, route
-from megatron_ac2.config import Config, load_config, to_yaml, warnings_for
+from megatron_ac2.config import Config, load_config, to_dict, to_yaml, warnings_for
 from megatron_ac2.credit import Credit, assign_credit, reference_candidates, train_sequences
 from megatron_ac2.engine.reshard import publish
 from megatron_ac2.entry import run_entry_point
@@ -17,6 +17,7 @@ from megatron_ac2.evaluate import evaluate
 from megatron_ac2.learn import update_actor_and_critic
 from megatron_ac2.metrics import MetricsWriter
 from megatron_ac2.parts import Parts, build, load_latest, save
+from megatron_ac2.parallel.collectives import all_ranks_agree
 from megatron_ac2.parallel.topology import shutdown
 from megatron_ac2.perf import PhaseTimer
 from megatron_ac2.random_streams import stream
@@ -73,6 +74,10 @@ def train_step(parts: Parts, state: RunState, config: Config, step: int, timer: 
             lambda items: grade_responses(parts.grader, parts.tokenizer, items, parts.topology), parts.decode,
             chunk_len=config.sampling.chunk_len, min_valid=config.replay.min_valid_for_target, version=step,
         )  # fmt: skip
+        all_ranks_agree(
+            (credit.endpoints.value.tobytes(), credit.probes.value.tobytes(), sorted(state.readiness.ready)),
+            f"values of step {step}",
+        )
         ready_before = state.readiness.ready
         remember(state, rollout, credit, config, step)
     with timer.phase("train"):
@@ -140,7 +145,7 @@ def _open_writer(parts: Parts, state: RunState, config: Config) -> MetricsWriter
     text = to_yaml(config)
     writer = MetricsWriter(
         run_dir, parts.topology.rank, config.run.num_steps, tensorboard=config.run.tensorboard,
-        wandb=config.run.wandb, resume_step=state.next_step,
+        wandb=config.run.wandb, resume_step=state.next_step, config=to_dict(config),
     )  # fmt: skip
     if parts.topology.rank == 0:
         (run_dir / "config.yaml").write_text(text)

@@ -137,7 +137,7 @@ def test_an_audit_is_graded_throughout_and_valued_once_at_the_chunks_length() ->
     critic = RecordingCritic(lambda text: {"x": 0.1, "xabcde": 0.75}[text])
     credit = credit_of(rollout, critic)
     assert critic.asked == [("a", "x"), ("a", "xabcde")]
-    assert credit.audits == ((0.75, 0.25),)
+    assert credit.audits == ((0.75, 1.0),)  # that member's own reward: the group's mean is the prefix's value
     assert credit.endpoints.value.tolist() == [[0, 1, 0, 0]] and not credit.endpoints.from_critic.any()
     assert credit.targets[0].tag == "terminal" and credit.targets[0].value == 0.2  # 0.25: a tie goes down
 
