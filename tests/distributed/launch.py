@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 _TAIL_LINES = 60
@@ -18,28 +20,34 @@ def torchrun(
 ) -> str:
     """Run `script args...` as `nproc` ranks; return their output. AssertionError with its tail if they fail or hang."""
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={nproc}", "--master_addr=127.0.0.1"]
-    command = [sys.executable, *launcher, f"--master_port={_free_port()}", str(script), *map(str, args)]
+    command = [sys.executable, *launcher, f"--master_port={free_port()}", str(script), *map(str, args)]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
-        env=_environment(env),
-        start_new_session=True,  # so that a timeout ends the ranks too
+        env=environment(env),
     )
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_tree(process)
         output, _ = process.communicate()
-        raise AssertionError(f"{script}: {nproc} ranks not done after {timeout} s\n{_tail(output)}") from None
+        raise AssertionError(f"{script}: {nproc} ranks not done after {timeout} s\n{tail(output)}") from None
     if process.returncode:
-        raise AssertionError(f"{script}: {nproc} ranks ended with code {process.returncode}\n{_tail(output)}")
+        raise AssertionError(f"{script}: {nproc} ranks ended with code {process.returncode}\n{tail(output)}")
     return output
 
 
-def _environment(extra: dict[str, str] | None) -> dict[str, str]:
+def kill_tree(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to a launcher and its ranks: torchrun gives each rank a session of its own, out of reach of a killpg."""
+    for member in [*psutil.Process(process.pid).children(recursive=True), process]:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+
+
+def environment(extra: dict[str, str] | None) -> dict[str, str]:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -51,11 +59,11 @@ def _environment(extra: dict[str, str] | None) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def _tail(output: str) -> str:
+def tail(output: str) -> str:
     return "\n".join(output.splitlines()[-_TAIL_LINES:])

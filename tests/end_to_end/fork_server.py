@@ -17,7 +17,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.distributed.launch import ROOT, _environment, _free_port, _tail
+from tests.distributed.launch import ROOT, environment, free_port, tail
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Job:
     seconds: float
 
     def passed(self) -> Job:
-        assert not any(self.statuses), f"ranks ended with {self.statuses}\n" + "\n".join(map(_tail, self.logs))
+        assert not any(self.statuses), f"ranks ended with {self.statuses}\n" + "\n".join(map(tail, self.logs))
         return self
 
 
@@ -37,7 +37,7 @@ class ForkServer:
         self._num_jobs = 0
         self._process = subprocess.Popen(
             [sys.executable, __file__, *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env=_environment({"PYTHONPATH": str(ROOT)}),
+            env=environment({"PYTHONPATH": str(ROOT)}),
         )  # fmt: skip
 
     def run(self, module: str, num_ranks: int, *arguments: object, timeout: float = 120) -> Job:
@@ -69,7 +69,7 @@ def serve(modules: list[str]) -> None:
 
 
 def run_job(module: str, arguments: list[str], logs: list[str], timeout: float) -> list[int]:
-    port = _free_port()
+    port = free_port()
     ranks = [_fork(module, arguments, rank, logs, port) for rank in range(len(logs))]
     deadline, statuses = time.monotonic() + timeout, {}
     while len(statuses) < len(ranks):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_ac2.model.checkpoint_files import latest, read_state
-from tests.distributed.launch import ROOT, _environment
+from tests.distributed.launch import ROOT, environment, kill_tree
 from tests.end_to_end.fork_server import ForkServer, Job
 
 CONFIG = Path(__file__).with_name("train.yaml")
@@ -42,7 +39,7 @@ class Launcher:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
         command = [*launcher, "-m", "megatron_ac2.train", *self.arguments, f"run.dir={run_dir}", *changes]
         return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=_environment(None)
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment(None)
         )
 
 
@@ -146,9 +143,7 @@ def kill_after_row(process: subprocess.Popen[str], run_dir: Path, num_rows: int,
             assert time.monotonic() < deadline, f"{file}: fewer than {num_rows} rows after {timeout} s"
             time.sleep(0.01)
     finally:
-        for child in psutil.Process(process.pid).children(recursive=True):  # each rank has a session of its own
-            os.kill(child.pid, signal.SIGKILL)
-        process.kill()
+        kill_tree(process)
         process.communicate()
 
 
