@@ -26,7 +26,7 @@ def test_the_loop_on_one_gpu(tmp_path: Path) -> None:
         "data.train": inputs / "train.jsonl",
         "engine.gpu_memory_utilization": 0.2,
     }
-    torchrun(ROOT / "megatron_ac2" / "train.py", 1, CONFIG, *(f"{key}={value}" for key, value in changes.items()))
+    torchrun("-m", 1, "megatron_ac2.train", CONFIG, *(f"{key}={value}" for key, value in changes.items()))
     rows = [json.loads(line) for line in (tmp_path / "run" / METRICS_FILE).read_text().splitlines()]
     assert [row["step"] for row in rows[:3]] == [0, 1, 2]
     for row in rows[:3]:  # every reshard was verified by checksum, or the run would have stopped
