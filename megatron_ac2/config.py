@@ -1,7 +1,7 @@
 """The whole configuration: closed dataclasses, filled from YAML and dotted overrides, checked before any rank starts.
 
-Defaults are the paper's 4B recipe (ALGORITHM section 3). Extra Megatron and vLLM options pass through the open sections
-`megatron` and `engine.options`. `load_config` reports every error at once as one `UserError`.
+Defaults are the paper's 4B recipe (docs/ALGORITHM.md §3). Extra Megatron and vLLM options pass through the open
+sections `megatron` and `engine.options`. `load_config` reports every error at once as one `UserError`.
 """
 
 from __future__ import annotations
@@ -309,7 +309,9 @@ def warnings_for(config: Config) -> list[str]:
     """What is legal but deserves a word at start."""
     found = []
     if config.sampling.routing == "ac2" and config.sampling.audit_fraction == 0:
-        found.append("sampling.audit_fraction is 0: no unbiased measure of the critic's error on ready problems is left")
+        found.append(
+            "sampling.audit_fraction is 0: no unbiased measure of the critic's error on ready problems is left"
+        )
     if config.run.checkpoint_every == 0:
         found.append("run.checkpoint_every is 0: a crash loses the whole run")
     return found

@@ -1,4 +1,4 @@
-"""From sampled groups to endpoint values, advantages and the critic's books: asks grader and critic, decides nothing else.
+"""From sampled groups to endpoint values, advantages and the critic's books: asks grader and critic, decides nothing.
 
 Collective: every rank calls with equal arguments and gets an equal `Credit`.
 """
@@ -23,8 +23,8 @@ from megatron_ac2.types import (
     CriticTarget,
     Grade,
     Problem,
-    Trajectory,
     TrainSequence,
+    Trajectory,
     Values,
 )
 
@@ -118,7 +118,9 @@ def _ask_critic(
     return probe, end, audited
 
 
-def train_sequences(groups: Sequence[ChunkGroup], credit: Credit, problems: Mapping[str, Problem]) -> list[TrainSequence]:
+def train_sequences(
+    groups: Sequence[ChunkGroup], credit: Credit, problems: Mapping[str, Problem]
+) -> list[TrainSequence]:
     """All chunks in slot order: the tokens of a chunk share its advantage, its prefix is context."""
     sequences = []
     for b, group in enumerate(groups):
@@ -138,10 +140,8 @@ def train_sequences(groups: Sequence[ChunkGroup], credit: Credit, problems: Mapp
     return sequences
 
 
-def reference_candidates(
-    rollout: Rollout, credit: Credit, min_reward: float
-) -> dict[str, list[np.ndarray]]:
-    """Complete responses graded at least `min_reward`, fresh and trained, by problem (ALGORITHM section 3, item 9)."""
+def reference_candidates(rollout: Rollout, credit: Credit, min_reward: float) -> dict[str, list[np.ndarray]]:
+    """Complete responses graded at least `min_reward`, fresh and trained, by problem (docs/ALGORITHM.md §3.9)."""
     found: dict[str, list[np.ndarray]] = {}
     for trajectory in credit.fresh:
         if trajectory.reward >= min_reward:

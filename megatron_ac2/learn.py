@@ -1,4 +1,4 @@
-"""The update of one step: actor minibatch 1, critic, the actor's other minibatches (ALGORITHM section 3, item 10)."""
+"""The update of one step: actor minibatch 1, critic, the actor's other minibatches (docs/ALGORITHM.md §3, item 10)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ def update_actor_and_critic(
     that sampled it, and the clip works against them.
     """
     size = len(sequences) // config.actor.num_minibatches
-    minibatches = [
-        actor.pack_minibatch(sequences[first : first + size]) for first in range(0, len(sequences), size)
-    ]
+    minibatches = [actor.pack_minibatch(sequences[first : first + size]) for first in range(0, len(sequences), size)]
     scored = score_metrics([actor.score(minibatch) for minibatch in minibatches])
     if config.entropy.enabled:
         state.entropy_clip.update(scored["empty_prefix_entropy"])
@@ -76,9 +74,7 @@ def _control_critic_lr(
     critic.optimizer.set_lr(state.critic_lr.lr)
 
 
-def _actor_metrics(
-    scored: dict[str, float], updates: Sequence[dict[str, float]], clip_high: float
-) -> dict[str, float]:
+def _actor_metrics(scored: dict[str, float], updates: Sequence[dict[str, float]], clip_high: float) -> dict[str, float]:
     first = {f"actor/{name}": value for name, value in updates[0].items()}
     metrics = first | {
         "actor/entropy": scored["entropy"],

@@ -21,7 +21,7 @@ from megatron_ac2.types import UserError
 
 METRICS_FILE = "metrics.jsonl"
 
-# The names that every run reports (ALGORITHM section 6, "always reported"), with the label a plot gives them. Others
+# The names that every run reports (docs/ALGORITHM.md §6, "always reported"), with the label a plot gives them. Others
 # may be written beside them. `time/<phase>` holds the seconds of each phase of the step, `time/step` the whole.
 METRICS: dict[str, str] = {
     "evaluation/mean": "validation mean@k",

@@ -1,4 +1,4 @@
-"""The parts of a run, built from a configuration; every mistake that files and model can show is found before any rank starts."""
+"""The parts of a run, built from a configuration; mistakes in files and model are found before any rank starts."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ def read_inputs(config: Config) -> Inputs:
         max_model_len = _max_model_len(config, hf_config, tokenizer, [*train, *validation], problems)
     if problems:
         raise UserError(list(dict.fromkeys(problems)))
-    return Inputs(hf_config, critic_hf if _has_value_head(config) else None, tokenizer, train, validation, max_model_len)
+    return Inputs(
+        hf_config, critic_hf if _has_value_head(config) else None, tokenizer, train, validation, max_model_len
+    )
 
 
 def build(config: Config) -> tuple[Parts, RunState]:
@@ -201,7 +203,7 @@ def _max_model_len(
     problems_set: Sequence[Problem],
     problems: list[str],
 ) -> int:
-    """The engine's longest context: prompt + budget; the value prompt of a generative critic may hold a reference too."""
+    """The engine's longest context: prompt + budget; a generative critic's value prompt may hold a reference too."""
     budget, critic, chosen = config.sampling.response_budget, config.critic, config.engine.max_model_len
     longest = max(len(problem.prompt_ids) for problem in problems_set) + budget
     limit = hf_config.max_position_embeddings

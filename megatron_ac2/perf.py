@@ -19,7 +19,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class DecodingCost:
-    """FLOPs of decoding as ALGORITHM section 5 counts them: `per_token` (A) for each token fed back into the model, and
+    """FLOPs of decoding (docs/ALGORITHM.md §5): `per_token` (A) for each token fed back into the model, and
     `per_attended` (B) for each pair of such a token and a position that it attends to.
 
     A = 2 [L (h n_q d + 2 h n_kv d + n_q d h + 3 h f) + h V], B = 4 L n_q d.

@@ -190,13 +190,20 @@ _PANELS: tuple[Callable[[Axes, Sequence[RunMetrics]], None], ...] = (
     _lines("Training reward", METRICS["train/reward"], "train/reward"),
     _lines("Where the critic is trusted", "share", "readiness/ready_fraction", "critic/endpoint_share"),
     _lines(
-        "Critic error", "mean |value - target|",
-        "critic/error_terminal", "critic/error_bootstrapped", "critic/audit_mae",
+        "Critic error",
+        "mean |value - target|",
+        "critic/error_terminal",
+        "critic/error_bootstrapped",
+        "critic/audit_mae",
     ),  # fmt: skip
     _lines("Critic bias on audits", METRICS["critic/audit_bias"], "critic/audit_bias"),
     _lines(
-        "Trainer-engine mismatch", "nats",
-        "mismatch/logprob_abs_mean", "mismatch/logprob_abs_max", "mismatch/kl_k3", log=True,
+        "Trainer-engine mismatch",
+        "nats",
+        "mismatch/logprob_abs_mean",
+        "mismatch/logprob_abs_max",
+        "mismatch/kl_k3",
+        log=True,
     ),  # fmt: skip
     _lines("Entropy", METRICS["actor/entropy"], "actor/entropy"),
     _phases,

@@ -90,6 +90,9 @@ def report(run: Path, console: Console) -> None:
         )
     table.add_row("decoding FLOPs", f"{final['perf/decoding_flops']:.3g}")
     table.add_row("ready fraction of sampled problems", f"{final.get('readiness/ready_fraction', 0.0):.2f}")
+    for role in ("actor", "critic"):
+        if tokens := rows[0].get(f"start/{role}_sft_tokens"):
+            table.add_row(f"supervised tokens before it, {role}", f"{tokens:,.0f}")
     table.add_row("picture", str(run / "curves.png"))
     console.print(table)
 

@@ -1,4 +1,4 @@
-"""Every random draw is keyed by (seed, purpose, step, slot): no global generator, so a resumed run draws what it would have."""
+"""Every random draw is keyed by (seed, purpose, step, slot): with no global generator, a resumed run draws alike."""
 
 from __future__ import annotations
 

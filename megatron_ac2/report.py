@@ -1,12 +1,15 @@
-"""The numbers of a step that every run reports (ALGORITHM section 6), under the names of metrics.METRICS."""
+"""The numbers of a step that every run reports (docs/ALGORITHM.md §6), under the names of metrics.METRICS."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence, Set
+from pathlib import Path
 
 import numpy as np
 
 from megatron_ac2.algorithm.readiness import errors_by_tag
+from megatron_ac2.config import Config
 from megatron_ac2.credit import Credit
 from megatron_ac2.metrics import critic_calibration, invalid_rate, share
 from megatron_ac2.parts import Parts
@@ -14,6 +17,8 @@ from megatron_ac2.perf import PhaseTimer, memory_metrics
 from megatron_ac2.rollout import Rollout
 from megatron_ac2.state import RunState
 from megatron_ac2.types import TrainSequence
+
+COST_FILE = "training_cost.json"
 
 
 def step_metrics(
@@ -83,6 +88,17 @@ def request_lengths(rollout: Rollout) -> list[tuple[int, int]]:
 def stop_shares(rollout: Rollout) -> dict[str, float]:
     stops = [chunk.stop for group in rollout.groups for chunk in group.chunks]
     return {stop: stops.count(stop) / max(len(stops), 1) for stop in ("chunk_end", "eos", "budget")}
+
+
+def starting_costs(config: Config) -> dict[str, float]:
+    """Tokens that a supervised stage of ours spent on what this run starts from; no part of its decoding FLOPs."""
+    folders = {"actor": config.model.path, "critic": config.critic.path}
+    files = {role: Path(folder) / COST_FILE for role, folder in folders.items() if folder}
+    return {
+        f"start/{role}_sft_tokens": float(json.loads(file.read_text())["tokens"])
+        for role, file in files.items()
+        if file.is_file()
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

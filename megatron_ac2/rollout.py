@@ -51,7 +51,9 @@ def stop_reason(sample: Sample, continuation: Continuation, response_budget: int
     if used >= response_budget:
         return "budget"
     if continuation.mode != "chunk":
-        raise RuntimeError(f"the engine cut a {continuation.mode} rollout at {used} of {response_budget} response tokens")
+        raise RuntimeError(
+            f"the engine cut a {continuation.mode} rollout at {used} of {response_budget} response tokens"
+        )
     return "chunk_end"
 
 
@@ -87,9 +89,7 @@ def sample_step(
     groups = tuple(
         ChunkGroup(
             continuation,
-            tuple(
-                _chunk(next(samples), continuation, response_budget) for _ in range(continuation.group_size)
-            ),
+            tuple(_chunk(next(samples), continuation, response_budget) for _ in range(continuation.group_size)),
             len(problems[continuation.prefix.problem_id].prompt_ids) + len(continuation.prefix.response_ids),
         )
         for continuation in continuations

@@ -1,9 +1,9 @@
 """Supervised learning on the same Megatron step: the policy on worked solutions, or a value head on step labels.
-A critic needs this warm-up where its model cannot read yet; it is off unless a run's `critic.path` points at its output.
+A critic needs this warm-up where its model cannot read yet; it is off unless a run's `critic.path` points at it.
 
 `python -m megatron_ac2.sft config.yaml [section.field=value ...]`, alone or under torchrun. Rows of `sft.data` (JSONL):
-`prompt`, `response`, and for a value head `step_ends` (character offsets) with `step_correct` (0 or 1 each), `reference`.
-Writes a Hugging Face folder, with `training_cost.json` beside the weights so that a run which starts there can report it.
+`prompt`, `response`, and for a value head `step_ends` (character offsets), `step_correct` (0 or 1 each), `reference`.
+Writes a Hugging Face folder, with `training_cost.json` beside the weights for a run that starts there to report.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
 from megatron_ac2.model.hf_weights import load_hf_weights, save_hf
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
 from megatron_ac2.random_streams import stream
+from megatron_ac2.report import COST_FILE
 from megatron_ac2.training.optimizer import build_optimizer
 from megatron_ac2.training.step import Loss, apply_step, forward_backward, to_device, token_alignment
 from megatron_ac2.training.value_head_critic import value_metrics, value_sums
 from megatron_ac2.types import PackedBatch, UserError
-
-COST_FILE = "training_cost.json"
 
 
 @dataclass
@@ -70,6 +69,7 @@ class SftConfig:
     sft: StageConfig = field(default_factory=StageConfig)
     megatron: dict[str, Any] = field(default_factory=dict)
 
+
 def main() -> int:
     if len(sys.argv) < 2:
         raise UserError("usage: python -m megatron_ac2.sft CONFIG.yaml [section.field=value ...]")
@@ -98,9 +98,7 @@ def train(config: SftConfig) -> None:
     load_hf_weights(model, hf_config, topology, config.model.path)
     ddp = wrap_ddp(model, stage.optimizer.distributed)
     optimizer = build_optimizer(ddp, stage.optimizer, dtype)
-    loss_function = (
-        partial(language_loss, topology.pg.tp, hf_config.vocab_size) if stage.head == "lm" else value_loss
-    )
+    loss_function = partial(language_loss, topology.pg.tp, hf_config.vocab_size) if stage.head == "lm" else value_loss
     started, tokens = time.monotonic(), 0
     for step in range(stage.num_steps):
         optimizer.set_lr(learning_rate(stage, step))
@@ -111,7 +109,9 @@ def train(config: SftConfig) -> None:
         tokens += sum(len(row.token_ids) for row in batch)
         if topology.rank == 0 and (step % stage.log_every == 0 or step == stage.num_steps - 1):
             speed = tokens / (time.monotonic() - started)
-            fit = f"explained_variance {value_metrics(metrics)['explained_variance']:.3f} " if "error" in metrics else ""
+            fit = (
+                f"explained_variance {value_metrics(metrics)['explained_variance']:.3f} " if "error" in metrics else ""
+            )
             print(
                 f"sft {stage.head} step {step + 1}/{stage.num_steps} loss {metrics['loss']:.4f} {fit}"
                 f"grad_norm {stepped['grad_norm']:.3f} {speed:,.0f} tokens/s",
@@ -159,7 +159,7 @@ def microbatches_of(
 
 
 def _labelled(row: WorkedSolution) -> np.ndarray:
-    """1 from the end of the first step on. Entry i sits at position prompt_len - 1 + i, as every field of a pack does."""
+    """1 from the end of the first step on. Entry i sits at position prompt_len - 1 + i, as all fields of a pack do."""
     return (_last_step(row) >= 0).astype(np.float32)
 
 

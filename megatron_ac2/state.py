@@ -1,4 +1,4 @@
-"""Everything a resume needs beyond weights and optimizers (ALGORITHM section 2). Equal on every rank at every step."""
+"""What a resume needs beyond weights and optimizers (docs/ALGORITHM.md §2). Equal on every rank at every step."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ class RunState:
                 config.readiness.global_threshold, config.readiness.local_threshold, config.readiness.window
             ),
             entropy_clip=EntropyClip(entropy.k_init, entropy.step, entropy.target, entropy.k_min, entropy.k_max),
-            critic_lr=CriticLearningRate(
-                critic.optimizer.lr, critic.lr_min, critic.lr_ratio_limit, critic.lr_patience
-            ),
+            critic_lr=CriticLearningRate(critic.optimizer.lr, critic.lr_min, critic.lr_ratio_limit, critic.lr_patience),
             counters=Counters(),
         )
 

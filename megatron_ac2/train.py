@@ -1,6 +1,6 @@
 """Train: `python -m megatron_ac2.train CONFIG.yaml [section.field=value ...]`, alone or under torchrun.
 
-`run` is the whole story of a run and `train_step` that of a step (ALGORITHM section 3); what they call does one thing each.
+`run` is the whole story of a run, `train_step` that of a step (docs/ALGORITHM.md §3); what they call does one thing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from megatron_ac2.entry import run_entry_point
 from megatron_ac2.evaluate import evaluate
 from megatron_ac2.learn import update_actor_and_critic
 from megatron_ac2.metrics import MetricsWriter
-from megatron_ac2.parts import Parts, build, load_latest, save
 from megatron_ac2.parallel.collectives import all_ranks_agree
 from megatron_ac2.parallel.topology import shutdown
+from megatron_ac2.parts import Parts, build, load_latest, save
 from megatron_ac2.perf import PhaseTimer
 from megatron_ac2.random_streams import stream
-from megatron_ac2.report import step_metrics
+from megatron_ac2.report import starting_costs, step_metrics
 from megatron_ac2.rollout import Rollout, grade_responses, sample_step
 from megatron_ac2.state import RunState
 from megatron_ac2.types import Continuation, Problem, UserError
@@ -44,6 +44,7 @@ def run(config: Config) -> RunState:
     timer.reset()
     while (step := state.next_step) < config.run.num_steps:
         metrics = _evaluate_if_due(parts, config, step, timer)
+        metrics |= starting_costs(config) if step == 0 else {}
         metrics |= train_step(parts, state, config, step, timer)
         state.next_step = step + 1
         # Before the checkpoint, whose seconds count in the next row: a crash between the two must lose no row.

@@ -1,7 +1,7 @@
 """The data that flows through a step, and the small protocols between the parts.
 
 Token data on the host is numpy (cheap to pickle, gather and checkpoint); tensors appear only in `PackedBatch`, which
-the Megatron step consumes. B prefixes, G chunks a group, N new tokens, P prompt tokens, S prefix tokens, T packed tokens.
+the Megatron step consumes. B prefixes, G chunks a group, N new, P prompt, S prefix, T packed tokens.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class CriticExample:
 
 @dataclass(frozen=True, slots=True)
 class CriticTarget:
-    """An entry of the critic-target buffer (ALGORITHM section 2)."""
+    """An entry of the critic-target buffer (docs/ALGORITHM.md §2)."""
 
     problem_id: str
     response_ids: np.ndarray  # int32[S], the prefix
@@ -181,7 +181,9 @@ class PackedBatch:
     loss_mask: torch.Tensor  # float32[1, T]
     cu_seqlens: torch.Tensor  # int32[num_sequences + 1], padding counted as one more sequence
     max_seq_len: int
-    fields: dict[str, torch.Tensor]  # float32[1, T] each: behavior_logprobs, proximal_logprobs, advantages, targets, ...
+    fields: dict[
+        str, torch.Tensor
+    ]  # float32[1, T] each: behavior_logprobs, proximal_logprobs, advantages, targets, ...
 
 
 class Sampler(Protocol):

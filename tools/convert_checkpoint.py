@@ -6,7 +6,7 @@
 A torch_dist checkpoint has no layout of its own: --tensor and --pipeline say how the model is cut while it is converted
 (a model too large for one process), and the result loads into any other. The Megatron folder also keeps config.json
 and the tokenizer in hf/, and what else is needed to come back in conversion.json. --verify reads the result back and
-compares every tensor bit for bit (after rounding, if --dtype asks for it). A conversion that fails leaves nothing at OUT.
+compares every tensor bit for bit (after rounding, if --dtype asks for it). One that fails leaves nothing at OUT.
 """
 
 from __future__ import annotations

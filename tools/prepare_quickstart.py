@@ -9,8 +9,8 @@ The task is reasoning-gym's `chain_sum`: twelve one-digit terms, answered by a l
 
 Every line is six tokens long, which a tiny model learns to align with the problem in seconds. Some worked solutions
 are wrong on purpose: a fixed, hashed share of the facts (last digit of the value, sign, digit) comes out one too high
-nearly half of the time, and every error is carried on. A model fitted to them knows the format and both answers to a hard
-fact, and passes rarely: it leaves reinforcement learning something to find. Errors only ever go up, so they never
+nearly half of the time, and every error is carried on. A model fitted to them knows the format and both answers to a
+hard fact, and passes rarely: it leaves reinforcement learning something to find. Errors only ever go up, so they never
 cancel: the final answer is right exactly when every running value is.
 """
 

@@ -1,4 +1,4 @@
-"""Endpoint values -> chunk advantages, critic targets and critic errors (ALGORITHM section 3, items 6 and 7)."""
+"""Endpoint values -> chunk advantages, critic targets and critic errors (docs/ALGORITHM.md §3, items 6 and 7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feedback rules of a run: entropy-driven upper clip, critic learning rate (ALGORITHM section 3)."""
+"""The feedback rules of a run: entropy-driven upper clip, critic learning rate (docs/ALGORITHM.md §3)."""
 
 from __future__ import annotations
 

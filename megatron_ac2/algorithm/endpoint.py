@@ -1,4 +1,4 @@
-"""One value a chunk end, and what the critic's books take from it (ALGORITHM section 3, items 5 to 7).
+"""One value a chunk end, and what the critic's books take from it (docs/ALGORITHM.md §3, items 5 to 7).
 
 An end is (group, member). A chunk cut by its own limit is open: the critic values it. Everything else is closed: it was
 finished or used up the response budget, and the reward is its value.

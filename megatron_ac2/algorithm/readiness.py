@@ -1,4 +1,4 @@
-"""On which problems the critic is trusted (ALGORITHM section 3, item 8)."""
+"""On which problems the critic is trusted (docs/ALGORITHM.md §3, item 8)."""
 
 from __future__ import annotations
 

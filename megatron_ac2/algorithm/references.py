@@ -1,4 +1,4 @@
-"""At most one known-correct solution a problem, for the critic's eyes only (ALGORITHM section 3, item 9)."""
+"""At most one known-correct solution a problem, for the critic's eyes only (docs/ALGORITHM.md §3, item 9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two first-in-first-out buffers of a run (ALGORITHM section 2). The same on every rank."""
+"""The two first-in-first-out buffers of a run (docs/ALGORITHM.md §2). The same on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which states a step trains from, and how each is continued (ALGORITHM section 3, items 2 and 3)."""
+"""Which states a step trains from, and how each is continued (docs/ALGORITHM.md §3, items 2 and 3)."""
 
 from __future__ import annotations
 
@@ -90,9 +90,7 @@ def route(
     return continuations
 
 
-def _modes(
-    prefixes: Sequence[Prefix], ready: Set[str], audit_fraction: float, rng: np.random.Generator
-) -> list[Mode]:
+def _modes(prefixes: Sequence[Prefix], ready: Set[str], audit_fraction: float, rng: np.random.Generator) -> list[Mode]:
     ready_slots = [slot for slot, prefix in enumerate(prefixes) if prefix.replayed and prefix.problem_id in ready]
     num_audits = math.ceil(audit_fraction * len(ready_slots) - _ROUNDING)
     modes: list[Mode] = ["full"] * len(prefixes)

@@ -1,4 +1,4 @@
-"""The generative critic's prompt, and its answer on the grid (ALGORITHM section 4; the wording is ours).
+"""The generative critic's prompt, and its answer on the grid (docs/ALGORITHM.md §4; the wording is ours).
 
 problem turn | partial response, thinking closed | "how much credit?" turn | empty thinking + answer stem | value
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkedSolution:
-    """`step_positions[i]` is the index in `token_ids` of the token that completes step i; a value read there sees it."""
+    """`step_positions[i]` is the index in `token_ids` of the token that completes step i: a value read there sees it"""
 
     token_ids: np.ndarray  # int32[P + N], ends with the end-of-sequence token
     prompt_len: int
@@ -28,7 +28,7 @@ class WorkedSolution:
     reference_ids: np.ndarray | None  # int32[R], a right solution, ends with the end-of-sequence token
 
     def behind_reference(self, separator_id: int) -> WorkedSolution:
-        """The critic's view: [reference, separator,] prompt, response (as training/value_head_critic.py lays it out)."""
+        """The critic's view: [reference, separator,] prompt, response (as training/value_head_critic.py does)."""
         if self.reference_ids is None:
             return self
         before = np.concatenate([self.reference_ids, [separator_id]]).astype(np.int32)
@@ -122,7 +122,7 @@ def step_values(rows: Sequence[WorkedSolution]) -> list[np.ndarray]:
     """Value labels float32[K] a row: 0 once a step was wrong, else the chance that such a solution ends right.
 
     That chance is counted in the rows themselves, by the number of steps to go: of those that were right so far, the
-    share whose last step is right too. It is the value of the demonstrator's policy, known no better than the data tell.
+    share whose last step is right too. It is the value of the demonstrator's policy, as far as the data tell.
     """
     longest = max(len(row.step_correct) for row in rows)
     so_far, to_the_end = np.zeros(longest), np.zeros(longest)  # [steps to go]

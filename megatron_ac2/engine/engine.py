@@ -217,8 +217,11 @@ def _arguments(engine: EngineConfig, topology: Topology, max_model_len: int) -> 
     }
     if topology.on_cpu:
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30)}
-        # A prompt cut over two engine steps rewinds its request's generator, which CPU generators cannot do (vLLM raises).
-        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_model_len, _CPU_BATCHED_TOKENS)}
+        # A prompt cut over two engine steps rewinds its request's generator: vLLM raises, as CPU generators cannot.
+        arguments |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(max_model_len, _CPU_BATCHED_TOKENS),
+        }
     else:
         arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": engine.gpu_memory_utilization}
     # The default executor knows no rank: it would put every engine of a node on GPU 0.

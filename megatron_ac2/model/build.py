@@ -223,9 +223,7 @@ def build_model(
         torch.manual_seed(seed)
         if head == "lm":
             return GPTModel(config, _layer_spec(config, topology), **arguments)
-        return ValueModel(
-            config, _layer_spec(config, topology), **arguments, device=topology.device, head_seed=seed
-        )
+        return ValueModel(config, _layer_spec(config, topology), **arguments, device=topology.device, head_seed=seed)
 
 
 def _layer_spec(config: TransformerConfig, topology: Topology) -> Any:

@@ -183,9 +183,7 @@ def _name_errors(table: Table, reader: HfReader, value: bool) -> list[str]:
     return missing + unknown
 
 
-def _shape_errors(
-    table: Table, reader: HfReader, rule: Rule, shapes: Sequence[torch.Size], tensor: int
-) -> list[str]:
+def _shape_errors(table: Table, reader: HfReader, rule: Rule, shapes: Sequence[torch.Size], tensor: int) -> list[str]:
     problems = []
     for name, shape in zip(rule.parts, shapes, strict=True):
         expected = table.full_shape(rule.cut, shape, tensor)

@@ -45,9 +45,7 @@ class SharedWeightsOptimizer:
     A checkpoint takes this object rather than its views, each of which stands for all of it: so it is saved once.
     """
 
-    def __init__(
-        self, ddp_model: DistributedDataParallel, configs: Mapping[str, OptimizerConfig], dtype: torch.dtype
-    ):
+    def __init__(self, ddp_model: DistributedDataParallel, configs: Mapping[str, OptimizerConfig], dtype: torch.dtype):
         distributed = ddp_model.ddp_config.use_distributed_optimizer
         for name, config in configs.items():
             if config.distributed != distributed:

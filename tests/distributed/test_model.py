@@ -13,7 +13,11 @@ from transformers import Qwen3ForCausalLM
 from tests.distributed.launch import torchrun
 
 CASES = Path(__file__).with_name("model_cases.py")
-LENGTHS = [[7, 12, 5], [16], [3, 9]]  # of the sequences of each microbatch; the totals divide by 2, as sequence parallel asks
+LENGTHS = [
+    [7, 12, 5],
+    [16],
+    [3, 9],
+]  # of the sequences of each microbatch; the totals divide by 2, as sequence parallel asks
 
 
 @pytest.fixture(scope="module")

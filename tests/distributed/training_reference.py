@@ -257,9 +257,7 @@ def build_reference(folder: Path) -> dict[str, object]:
     critic = ReferenceCritic(folder)
     with torch.no_grad():
         values = [critic.logits(context_of(state))[-1].sigmoid().item() for state in make_states()]
-    policies = {
-        name: {"loss": loss.item(), "gradients": gradients_of(model, loss)} for name, loss in policy.items()
-    }
+    policies = {name: {"loss": loss.item(), "gradients": gradients_of(model, loss)} for name, loss in policy.items()}
     generative = generative_reference(model, AutoTokenizer.from_pretrained(folder), make_examples(), config)
     return {
         "sequences": [dataclasses.asdict(s) for s in sequences],

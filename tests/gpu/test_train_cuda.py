@@ -1,4 +1,4 @@
-"""What only a GPU can run, through the same loop: Transformer Engine layers, NCCL, the engine's sleep, waking and reload."""
+"""What only a GPU can run, through the same loop: Transformer Engine layers, NCCL, the engine's sleep and reload."""
 
 from __future__ import annotations
 

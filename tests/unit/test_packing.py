@@ -36,9 +36,7 @@ def test_no_sequence_still_gives_every_rank_a_microbatch() -> None:
     assert plan_microbatches([], num_ranks=2, max_tokens=9) == [[[]], [[]]]
 
 
-@given(
-    lengths=st.lists(st.integers(1, 40), max_size=40), num_ranks=st.integers(1, 5), max_tokens=st.integers(1, 60)
-)
+@given(lengths=st.lists(st.integers(1, 40), max_size=40), num_ranks=st.integers(1, 5), max_tokens=st.integers(1, 60))
 @settings(max_examples=150, deadline=None)
 def test_plan_invariants(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
     plan = plan_microbatches(lengths, num_ranks, max_tokens)

@@ -21,9 +21,7 @@ def prefix(problem_id: str, length: int = 0, replayed: bool = True) -> Prefix:
 
 
 def routed(prefixes, ready, **changes):
-    options = dict(
-        audit_fraction=0.25, chunk_len=10, response_budget=50, group_size=4, rng=np.random.default_rng(0)
-    )
+    options = dict(audit_fraction=0.25, chunk_len=10, response_budget=50, group_size=4, rng=np.random.default_rng(0))
     return route(prefixes, ready, **{**options, **changes})
 
 

@@ -15,7 +15,7 @@ from megatron_ac2.learn import update_actor_and_critic, update_critic
 from megatron_ac2.metrics import METRICS_FILE
 from megatron_ac2.state import RunState
 from megatron_ac2.train import plan_step, remember
-from megatron_ac2.types import CriticTarget, Trajectory, TrainSequence
+from megatron_ac2.types import CriticTarget, TrainSequence, Trajectory
 from tests.unit.loop_parts import (
     BUDGET,
     CHUNK_LEN,
@@ -232,4 +232,3 @@ def test_a_crash_right_after_a_checkpoint_loses_no_row(
     train.run(config)
     rows = (tmp_path / METRICS_FILE).read_text().splitlines()
     assert [f'"actor/loss": {float(step)}' in row for step, row in enumerate(rows)] == [True, True, True]
-

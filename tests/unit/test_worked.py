@@ -84,7 +84,15 @@ def test_step_values_by_hand() -> None:
 
 
 def test_rows_of_unequal_length_are_counted_by_steps_to_go() -> None:
-    found = step_values([solution(1, 1), solution(1, 1, 0), solution(1,)])
+    found = step_values(
+        [
+            solution(1, 1),
+            solution(1, 1, 0),
+            solution(
+                1,
+            ),
+        ]
+    )
     np.testing.assert_allclose(found[0], [1 / 2, 1])
     np.testing.assert_allclose(found[1], [0, 1 / 2, 0])
     np.testing.assert_allclose(found[2], [1])
