@@ -224,7 +224,7 @@ def _merge_errors(base: DictConfig, changes: DictConfig, origin: str) -> list[st
     problems = []
     for key, value in _leaves(changes):
         try:
-            OmegaConf.merge(base, OmegaConf.from_dotlist([]), _nest(key, value))
+            OmegaConf.merge(base, _nest(key, value))
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             problems.append(f"{key}: {reason} (found {value!r}, in {origin})")

@@ -75,7 +75,8 @@ def _control_critic_lr(
 
 
 def _actor_metrics(scored: dict[str, float], updates: Sequence[dict[str, float]], clip_high: float) -> dict[str, float]:
-    first = {f"actor/{name}": value for name, value in updates[0].items()}
+    renamed = {"clip_low": "clip_fraction_low", "clip_high": "clip_fraction_high"}  # "clip_high" is the bound itself
+    first = {f"actor/{renamed.get(name, name)}": value for name, value in updates[0].items()}
     metrics = first | {
         "actor/entropy": scored["entropy"],
         "actor/entropy_empty_prefix": scored["empty_prefix_entropy"],
