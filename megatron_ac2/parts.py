@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,10 @@ class Inputs:
     train: list[Problem]
     validation: list[Problem]
     max_model_len: int
+
+    @property
+    def pad_id(self) -> int:
+        return self.tokenizer.pad_token_id or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,42 +110,53 @@ def build(config: Config) -> tuple[Parts, RunState]:
     inputs = read_inputs(config)
     topology = init_topology(config.parallel, config.run.seed, config.run.timeout_minutes)
     dtype = getattr(torch, config.model.dtype)
-    actor_model = _load_model(inputs.hf_config, config.model.path, "lm", topology, config, dtype,
+    actor_model = _load_model(inputs.hf_config, config.model.path, "lm", topology, config,
                               config.actor.optimizer.distributed)  # fmt: skip
     roles = {"actor": config.actor.optimizer}
-    generative = config.sampling.routing == "ac2" and config.critic.kind == "generative"
-    if generative:
+    if _is_generative(config):
         roles["critic"] = config.critic.optimizer
-    shared = SharedWeightsOptimizer(actor_model, roles, dtype)
-    models, optimizers = {"actor": actor_model}, {"actor": shared}
-    pad_id = inputs.tokenizer.pad_token_id or 0
-    actor = Actor(actor_model, shared.for_role("actor"), topology, config, inputs.hf_config.vocab_size, pad_id)
+    models = {"actor": actor_model}
+    optimizers = {"actor": SharedWeightsOptimizer(actor_model, roles, dtype)}
     engine = ColocatedEngine(
         config.model.path, config.engine, topology, config.model.dtype, inputs.max_model_len,
         stop_token_ids(config.model.path, inputs.tokenizer), config.run.seed,
     )  # fmt: skip
-    critic: Critic | None = None
-    if generative:
-        critic = GenerativeCritic(
-            actor_model, shared.for_role("critic"), engine, inputs.tokenizer, topology, config,
-            inputs.hf_config.vocab_size, model_max_len=inputs.max_model_len, pad_id=pad_id,
-        )  # fmt: skip
-    elif inputs.critic_hf_config is not None:
-        model = _load_model(inputs.critic_hf_config, config.critic.path or config.model.path, "value", topology, config,
-                            dtype, config.critic.optimizer.distributed)  # fmt: skip
-        optimizer = SharedWeightsOptimizer(model, {"critic": config.critic.optimizer}, dtype)
-        models["critic"], optimizers["critic"] = model, optimizer
-        critic = ValueHeadCritic(
-            model, optimizer.for_role("critic"), topology, config, separator_id=pad_id,
-            model_max_len=inputs.critic_hf_config.max_position_embeddings, pad_id=pad_id,
-        )  # fmt: skip
+    if inputs.critic_hf_config is not None:
+        models["critic"] = _load_model(inputs.critic_hf_config, config.critic.path or config.model.path, "value",
+                                       topology, config, config.critic.optimizer.distributed)  # fmt: skip
+        optimizers["critic"] = SharedWeightsOptimizer(models["critic"], {"critic": config.critic.optimizer}, dtype)
     parts = Parts(
-        topology=topology, hf_config=inputs.hf_config, tokenizer=inputs.tokenizer, actor=actor, critic=critic,
+        topology=topology, hf_config=inputs.hf_config, tokenizer=inputs.tokenizer,
+        actor=Actor(actor_model, optimizers["actor"].for_role("actor"), topology, config, inputs.hf_config.vocab_size,
+                    inputs.pad_id),
+        critic=_build_critic(config, inputs, topology, models, optimizers, engine),
         engine=engine, grader=RuleGrader(config.data.grading_timeout), validation=inputs.validation,
         decoding_cost=DecodingCost.of(inputs.hf_config), models=models, optimizers=optimizers,
         identity=identity(config, inputs.hf_config, inputs.tokenizer, PROMPT_HASH),
     )  # fmt: skip
     return parts, RunState.fresh(config, inputs.train)
+
+
+def _build_critic(
+    config: Config,
+    inputs: Inputs,
+    topology: Topology,
+    models: Mapping[str, torch.nn.Module],
+    optimizers: Mapping[str, SharedWeightsOptimizer],
+    engine: ColocatedEngine,
+) -> Critic | None:
+    """The critic that `critic.kind` asks for; None for the baselines, which have none."""
+    if _is_generative(config):
+        return GenerativeCritic(
+            models["actor"], optimizers["actor"].for_role("critic"), engine, inputs.tokenizer, topology, config,
+            inputs.hf_config.vocab_size, model_max_len=inputs.max_model_len, pad_id=inputs.pad_id,
+        )  # fmt: skip
+    if inputs.critic_hf_config is None:
+        return None
+    return ValueHeadCritic(
+        models["critic"], optimizers["critic"].for_role("critic"), topology, config, separator_id=inputs.pad_id,
+        model_max_len=inputs.critic_hf_config.max_position_embeddings, pad_id=inputs.pad_id,
+    )  # fmt: skip
 
 
 def save(parts: Parts, state: RunState, config: Config) -> None:
@@ -184,6 +199,10 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted({int(tokenizer.eos_token_id), *map(int, more)})
 
 
+def _is_generative(config: Config) -> bool:
+    return config.sampling.routing == "ac2" and config.critic.kind == "generative"
+
+
 def _has_value_head(config: Config) -> bool:
     return config.sampling.routing == "ac2" and config.critic.kind == "value_head"
 
@@ -215,7 +234,7 @@ def _max_model_len(
     if chosen is not None and chosen < longest:
         problems.append(f"engine.max_model_len: found {chosen}, longest prompt + response: {longest}")
     wanted = longest
-    is_generative = critic.kind == "generative" and config.sampling.routing == "ac2"
+    is_generative = _is_generative(config)
     if is_generative:
         wording = len(build_value_prompt(tokenizer, "", [], budget, []))
         wanted += wording + budget + critic.max_value_tokens
@@ -226,9 +245,9 @@ def _max_model_len(
 
 
 def _load_model(
-    hf_config: PretrainedConfig, path: str, head: str, topology: Topology, config: Config, dtype: torch.dtype,
-    distributed: bool,
-) -> torch.nn.Module:  # fmt: skip
+    hf_config: PretrainedConfig, path: str, head: str, topology: Topology, config: Config, distributed: bool
+) -> torch.nn.Module:
+    dtype = getattr(torch, config.model.dtype)
     model = build_model(hf_config, topology, config.parallel, dtype, head, config.megatron, config.run.seed)
     load_hf_weights(model, hf_config, topology, path)
     return wrap_ddp(model, distributed)
