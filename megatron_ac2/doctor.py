@@ -20,7 +20,8 @@ from typing import Literal
 import torch
 from rich.console import Console
 
-from megatron_ac2.config import Config, load_config, warnings_for
+from megatron_ac2.config import Config
+from megatron_ac2.config_file import load_config, warnings_for
 from megatron_ac2.perf import GIB, DecodingCost, device_memory, trainer_bytes
 from megatron_ac2.types import UserError
 

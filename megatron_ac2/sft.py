@@ -23,7 +23,8 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_ac2.algorithm.losses import value_bce_loss
-from megatron_ac2.config import ModelConfig, OptimizerConfig, ParallelConfig, load_config
+from megatron_ac2.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_ac2.config_file import load_config
 from megatron_ac2.data.packing import pack, plan_microbatches
 from megatron_ac2.data.worked import WorkedSolution, load_worked, step_values
 from megatron_ac2.entry import run_entry_point

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from megatron_ac2.algorithm.sampling import choose_prefixes, fresh_prefixes, route
-from megatron_ac2.config import Config, load_config, to_dict, to_yaml, warnings_for
+from megatron_ac2.config import Config
+from megatron_ac2.config_file import load_config, to_dict, to_yaml, warnings_for
 from megatron_ac2.credit import Credit, assign_credit, reference_candidates, train_sequences
 from megatron_ac2.engine.reshard import publish
 from megatron_ac2.entry import run_entry_point

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_ac2.config import Config, check_config, get, load_config, to_dict, to_yaml, warnings_for
+from megatron_ac2.config import Config
+from megatron_ac2.config_file import check_config, get, load_config, to_dict, to_yaml, warnings_for
 from megatron_ac2.types import UserError
 
 MINIMAL = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
