@@ -27,6 +27,7 @@ METRICS: dict[str, str] = {
     "evaluation/mean": "validation mean@k",
     "evaluation/mean_se": "standard error of mean@k over problems",
     "evaluation/best_at_k": "validation best@k",
+    "evaluation/decoding_flops": "decoding FLOPs before the evaluation",
     "train/reward": "mean reward of fresh rollouts",
     "readiness/ready_fraction": "share of sampled problems that are ready",
     "readiness/global_error": "mean critic error over the window",

@@ -121,7 +121,7 @@ def _validation(axis: Axes, runs: Sequence[RunMetrics], against_flops: bool) -> 
         error = np.array([error_at.get(step, 0.0) for step in steps])
         x = steps
         if against_flops:
-            flops_at = dict(zip(*run.series("perf/decoding_flops")))
+            flops_at = dict(zip(*run.series("evaluation/decoding_flops")))
             x = np.array([flops_at.get(step, math.nan) for step in steps])
         if len(steps):
             axis.plot(x, mean, "o-", ms=3.5, color=color)

@@ -44,7 +44,7 @@ def run(config: Config) -> RunState:
     publish(parts.actor.model, parts.hf_config, parts.topology, parts.engine, state.next_step)
     timer.reset()
     while (step := state.next_step) < config.run.num_steps:
-        metrics = _evaluate_if_due(parts, config, step, timer)
+        metrics = _evaluate_if_due(parts, state, config, timer)
         metrics |= starting_costs(config) if step == 0 else {}
         metrics |= train_step(parts, state, config, step, timer)
         state.next_step = step + 1
@@ -54,7 +54,7 @@ def run(config: Config) -> RunState:
         if state.next_step == config.run.num_steps or _is_due(config.run.checkpoint_every, state.next_step):
             with timer.phase("checkpoint"):
                 save(parts, state, config)
-    if metrics := _evaluate_if_due(parts, config, state.next_step, timer, last=True):
+    if metrics := _evaluate_if_due(parts, state, config, timer, last=True):
         writer.write(state.next_step, metrics)
     writer.close()
     shutdown()
@@ -125,17 +125,18 @@ def remember(state: RunState, rollout: Rollout, credit: Credit, config: Config, 
 
 
 def _evaluate_if_due(
-    parts: Parts, config: Config, step: int, timer: PhaseTimer, last: bool = False
+    parts: Parts, state: RunState, config: Config, timer: PhaseTimer, last: bool = False
 ) -> dict[str, float]:
-    """The row of step s holds the score of the weights after s updates."""
-    due = step == 0 or last or _is_due(config.evaluation.every, step)
+    """The row of step s holds the score of the weights after s updates, and what these had cost in decoding."""
+    due = state.next_step == 0 or last or _is_due(config.evaluation.every, state.next_step)
     if not parts.validation or not due:
         return {}
     with timer.phase("evaluate"):
-        return evaluate(
+        scores = evaluate(
             parts.engine, parts.validation, parts.grader, parts.tokenizer, parts.topology, config.evaluation,
             response_budget=config.sampling.response_budget, seed=config.run.seed,
         )  # fmt: skip
+    return scores | {"evaluation/decoding_flops": state.counters.decoding_flops}
 
 
 def _is_due(every: int, step: int) -> bool:

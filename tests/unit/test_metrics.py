@@ -175,7 +175,7 @@ def test_series_skips_rows_without_the_metric(tmp_path):
 def test_a_picture_of_runs_that_report_different_things(tmp_path, num_runs):
     for run in range(num_runs):
         writer = MetricsWriter(tmp_path / f"run{run}", 0, total_steps=4, tensorboard=False)
-        names = list(METRICS) if run == 0 else ["evaluation/mean", "perf/decoding_flops", "train/reward"]
+        names = list(METRICS) if run == 0 else ["evaluation/mean", "evaluation/decoding_flops", "train/reward"]
         for step in range(4):
             writer.write(step, {name: 0.1 * (step + 1) for name in names} | {"time/sample": 1.0, "time/step": 2.0})
         writer.close()
