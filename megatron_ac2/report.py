@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence, Set
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,11 +13,13 @@ from megatron_ac2.algorithm.readiness import errors_by_tag
 from megatron_ac2.config import Config
 from megatron_ac2.credit import Credit
 from megatron_ac2.metrics import critic_calibration, invalid_rate, share
-from megatron_ac2.parts import Parts
 from megatron_ac2.perf import PhaseTimer, memory_metrics
 from megatron_ac2.rollout import Rollout
 from megatron_ac2.state import RunState
 from megatron_ac2.types import TrainSequence
+
+if TYPE_CHECKING:  # the supervised stage reads COST_FILE here, and needs no engine
+    from megatron_ac2.parts import Parts
 
 COST_FILE = "training_cost.json"
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_ac2.data.graders import grade_many
 from megatron_ac2.parallel.collectives import gather_objects, split_evenly
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.random_streams import request_seed
@@ -112,10 +113,8 @@ def grade_responses(
 ) -> list[Grade]:
     """Each rank grades its share (verifiers are slow Python), then all ranks learn every grade."""
     mine = split_evenly(len(items), topology.world_size, topology.rank)
-    grades = [
-        grader.grade(problem, tokenizer.decode(ids, skip_special_tokens=True))
-        for problem, ids in (items[index] for index in mine)
-    ]
+    texts = ((items[index][0], tokenizer.decode(items[index][1], skip_special_tokens=True)) for index in mine)
+    grades = grade_many(grader, texts)
     return [grade for share in gather_objects(grades) for grade in share]
 
 
