@@ -49,15 +49,53 @@ class OptimizerConfig:
 
 
 @dataclass
+class ImportanceConfig:
+    """Detached weight on a token's loss for what the engine samples differently from the trainer (ratio trainer / engine).
+
+    The ratio's numerator is the surrogate's anchor: the proximal log-prob, or the current one for `policy_gradient`.
+    """
+
+    # none | token_is | token_tis | token_mis | sequence_tis | sequence_mis | geometric_rejection
+    kind: str = "none"
+    low: float | None = None  # null: the kind's own bounds (algorithm/importance.py)
+    high: float | None = None
+
+
+@dataclass
+class ScoreCenteringConfig:
+    """arXiv 2609.20807. Its weight f follows `actor.importance`: none, token_is, token_tis or token_mis."""
+
+    enabled: bool = False
+    top_k: int = 128  # the sampler's k most likely tokens, recorded at every position
+
+
+@dataclass
+class ReferenceKLConfig:
+    """KL(policy || a frozen model), as a penalty in the loss."""
+
+    coefficient: float = 0.0
+    estimator: str = "k3"  # k1 | k2 | k3
+    path: str | None = None  # null: the weights of model.path
+
+
+@dataclass
 class ActorConfig:
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(lr=2e-6, weight_decay=0.01, grad_clip=0.3)
     )
     num_minibatches: int = 2
     max_tokens_per_microbatch: int = 65_536
+    loss: str = "ppo"  # policy_gradient | ppo | cispo | gspo | asympo
+    anchor: str = "proximal"  # proximal | behavior: what the ratio of ppo, cispo and gspo is taken against
     clip_low: float = 0.2
     clip_high: float = 0.28
-    dual_clip: float = 3.0
+    dual_clip: float | None = 3.0  # ppo only; null: none
+    asympo_floor: float = 0.01  # nats; the least mean negative log-likelihood that a response is divided by
+    aggregation: str = "token_mean"  # token_mean | sequence_mean | budget_mean (Dr.GRPO: / response_budget)
+    entropy_bonus: float = 0.0
+    importance: ImportanceConfig = field(default_factory=ImportanceConfig)
+    score_centering: ScoreCenteringConfig = field(default_factory=ScoreCenteringConfig)
+    reference_kl: ReferenceKLConfig = field(default_factory=ReferenceKLConfig)
 
 
 @dataclass
@@ -77,6 +115,14 @@ class CriticConfig:
     kind: str = "generative"  # generative | value_head
     path: str | None = None  # value_head: a critic checkpoint in HF form; null starts from the actor's trunk
     use_references: bool = True
+    reference_prompts: str = "both"  # both (weight 1/2 each) | reference_only, where a problem has a reference
+    value: str = "greedy"  # generative: greedy | soft, the mean over the grid under the model's own probabilities
+    head: str = "bce"  # value_head: bce (bounded scalar) | two_hot (distribution over the grid) | mse (clipped)
+    value_clip: float | None = 0.5  # mse: how far a value may move from its old one within an update; null: no clip
+    # What the critic is fitted to under estimator.kind group and singleton; gae and brace have targets of their own.
+    fit: str = "group_mean"  # group_mean | nstep (value_head: every chunk boundary of this step's trajectories)
+    nstep_max: int = 5  # chunks that an N-step target looks ahead
+    snapshot_every: int = 20  # updates between refreshes of the frozen critic that nstep bootstraps from
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(lr=2 * math.sqrt(2) * 1e-6, grad_clip=0.2)
     )
@@ -91,6 +137,26 @@ class CriticConfig:
 
 
 @dataclass
+class EstimatorConfig:
+    """How endpoint values and token values become advantages (docs/ALGORITHM.md §5 and §6)."""
+
+    # group | singleton (one chunk a prefix on ready problems, baseline V(s)) | gae | brace | rfpo
+    kind: str = "group"
+    baseline: str = "mean"  # group: mean | leave_one_out (RLOO)
+    divide_by_std: bool = False  # group: GRPO's original normalisation
+    gamma: float = 1.0  # gae and brace
+    gae_lambda: float = 0.95
+    brace_lambda: float = 1.0
+    brace_horizon: int = 100  # k, policy tokens
+    brace_rho_max: float = 1.2
+    brace_c_max: float = 1.1
+    # Ours: the product of up to k factors c may reach c_max^k (1.1^100 is 14,000), so it is cut here.
+    brace_product_max: float = 10.0
+    rfpo_num_labelled: int = 512  # rollouts that the frozen critic is calibrated on, once
+    rfpo_label_fraction: float = 0.1  # p: a trajectory keeps its true label with this probability
+
+
+@dataclass
 class SamplingConfig:
     routing: str = "ac2"  # ac2 | prefix_grpo | grpo
     num_fresh: int = 192
@@ -101,11 +167,20 @@ class SamplingConfig:
     cut_grid: int = 10_000
     cut_max_fraction: float = 0.9
     temperature: float = 0.8
+    top_p: float = 1.0  # below 1: needs top_k, for the trainer renormalises over the recorded support
+    top_k: int | None = None  # null: the whole vocabulary
     audit_fraction: float = 0.25
+    dynamic: bool = False  # DAPO, routing grpo: replace groups whose rewards are all equal
+    dynamic_max_rounds: int = 3
+    overlong_cache: int = 0  # DAPO, routing grpo: last tokens of the budget, over which the reward falls by up to 1
 
 
 @dataclass
 class ReplayConfig:
+    kind: str = "rolling"  # rolling | stale (all rollouts of `stale_every` steps at once) | correct_only
+    stale_every: int = 10
+    correct_min_reward: float = 6 / 7
+    max_target_age: int | None = None  # versions; older critic targets are dropped
     capacity: int = 256
     target_capacity: int = 1920
     min_valid_for_target: int = 8
@@ -113,6 +188,8 @@ class ReplayConfig:
 
 @dataclass
 class ReadinessConfig:
+    kind: str = "local"  # local | global_only (the open gate makes every problem ready) | terminal_only
+    demote_threshold: float | None = None  # an audit whose error reaches it makes its problem unready; null: never
     global_threshold: float = 0.20
     local_threshold: float = 0.18
     window: int = 5  # complete steps
@@ -124,6 +201,7 @@ class DataConfig:
     train: str = "???"  # JSONL or Parquet of problems
     validation: str | None = None
     shuffle: bool = True
+    reward_range: tuple[float, float] = (0.0, 1.0)  # what the grader gives, mapped onto [0, 1]
     grading_timeout: float = 10.0  # seconds an answer
 
 
@@ -135,6 +213,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.6
     block_size: int = 32
     kv_cache_gib: float = 1.0  # CPU only
+    publish_every: int = 1  # steps between reshards: the engine's weights are up to this minus 1 versions old
+    rounding: str = "none"  # none | fp8_e4m3 | int8: quantise and dequantise matrices on their way to the engine
     verify_weights: bool = True  # checksum of every tensor after each reshard
     options: dict[str, Any] = field(default_factory=dict)  # any other vLLM engine argument
 
@@ -157,6 +237,7 @@ class Config:
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     readiness: ReadinessConfig = field(default_factory=ReadinessConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -131,7 +131,7 @@ def train_sequences(
                 token_ids=np.concatenate([context, chunk.token_ids]),
                 num_context=len(context),
                 behavior_logprobs=chunk.behavior_logprobs,
-                advantage=float(credit.advantages[b, g]),
+                advantages=np.full(len(chunk.token_ids), credit.advantages[b, g], dtype=np.float32),
                 weight=float(credit.weights[b, g]),
                 empty_prefix=len(prefix.response_ids) == 0,
             )

@@ -79,6 +79,8 @@ class SampleRequest:
     temperature: float
     seed: int
     num_top_logprobs: int = 0  # also return the k most likely tokens' log-probs at each position
+    top_p: float = 1.0
+    top_k: int = 0  # sample among the k most likely tokens; 0: the whole vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +88,11 @@ class Sample:
     """What the engine returns. `token_ids` holds the end-of-sequence token when `finish` is "stop"."""
 
     token_ids: np.ndarray  # int32[N]
-    logprobs: np.ndarray  # float32[N], at the sampling temperature, over the whole vocabulary
+    logprobs: np.ndarray  # float32[N], at the sampling temperature, over what top_p and top_k left
     versions: np.ndarray  # int32[N], of the weights that sampled each token
     finish: Literal["stop", "length"]
     top_ids: np.ndarray | None = None  # int32[N, k]
-    top_logprobs: np.ndarray | None = None  # float32[N, k]
+    top_logprobs: np.ndarray | None = None  # float32[N, k]; -inf outside of what top_p and top_k left
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,8 @@ class Chunk:
     behavior_logprobs: np.ndarray  # float32[N]
     versions: np.ndarray  # int32[N]
     stop: Stop  # "chunk_end" bootstraps from the critic; "eos" and "budget" are graded
+    top_ids: np.ndarray | None = None  # int32[N, k], the sampler's k most likely tokens, where they were asked for
+    top_logprobs: np.ndarray | None = None  # float32[N, k]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,21 @@ class CriticExample:
 
 
 @dataclass(frozen=True, slots=True)
+class DenseExample:
+    """Values along one response: row i of `targets` belongs to the state after the first `positions[i]` tokens of it.
+
+    A row holds one target, or N of which the weights choose: the losses of a row are averaged, not its targets.
+    """
+
+    state: CriticState
+    positions: np.ndarray  # int[k], distinct, in [0, S]
+    targets: np.ndarray  # float32[k] or float32[k, N], in [0, 1]
+    weight: float = 1.0  # of each of the k labels
+    mask: np.ndarray | None = None  # bool[k, N]: which targets of a row exist, at least one; None: all
+    old_values: np.ndarray | None = None  # float32[k], V before this step's updates, for the clipped loss
+
+
+@dataclass(frozen=True, slots=True)
 class CriticTarget:
     """An entry of the critic-target buffer (docs/ALGORITHM.md §2)."""
 
@@ -157,14 +176,16 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class TrainSequence:
-    """One sequence of the actor's loss: prompt + prefix is context, the chunk's tokens carry `advantage`."""
+    """One sequence of the actor's loss: prompt + prefix is context, the chunk's tokens carry `advantages`."""
 
     token_ids: np.ndarray  # int32[P + S + N]
     num_context: int  # P + S; tokens before it get no loss
     behavior_logprobs: np.ndarray  # float32[N]
-    advantage: float
+    advantages: np.ndarray  # float32[N]; equal within a chunk unless the estimator works by token
     weight: float  # 0 takes the sequence out of the loss (invalid critic value)
     empty_prefix: bool  # entropy control looks at these only
+    top_ids: np.ndarray | None = None  # int32[N, k]
+    top_logprobs: np.ndarray | None = None  # float32[N, k]
 
 
 @dataclass(slots=True)
@@ -181,9 +202,8 @@ class PackedBatch:
     loss_mask: torch.Tensor  # float32[1, T]
     cu_seqlens: torch.Tensor  # int32[num_sequences + 1], padding counted as one more sequence
     max_seq_len: int
-    fields: dict[
-        str, torch.Tensor
-    ]  # float32[1, T] each: behavior_logprobs, proximal_logprobs, advantages, targets, ...
+    # [1, T] or [1, T, k] each: behavior_logprobs, proximal_logprobs, advantages, targets, top_ids, ...
+    fields: dict[str, torch.Tensor]
 
 
 class Sampler(Protocol):
@@ -204,3 +224,18 @@ class Critic(Protocol):
     def score(self, states: Sequence[CriticState]) -> Values: ...
 
     def update(self, examples: Sequence[CriticExample]) -> dict[str, float]: ...
+
+
+class TokenCritic(Critic, Protocol):
+    """A critic with a value at every token of a response: what gae, brace, rfpo and N-step targets need."""
+
+    def score_paths(
+        self, states: Sequence[CriticState], positions: Sequence[np.ndarray], frozen: bool = False
+    ) -> list[np.ndarray | None]:
+        """V after the first `positions[i]` response tokens of state i, float32 each; None where it is too long.
+
+        `frozen`: by the snapshot, which `refresh_snapshot` renews.
+        """
+        ...
+
+    def update_dense(self, examples: Sequence[DenseExample]) -> dict[str, float]: ...

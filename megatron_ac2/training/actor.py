@@ -105,7 +105,7 @@ class Actor:
         fields = {
             "behavior_logprobs": [sequence.behavior_logprobs for sequence in sequences],
             # The loss is homogeneous in the advantage, so that a weight may ride on it.
-            "advantages": [_constant(sequence, sequence.advantage * sequence.weight) for sequence in sequences],
+            "advantages": [sequence.advantages * sequence.weight for sequence in sequences],
             "trained": [_constant(sequence, sequence.weight > 0) for sequence in sequences],
             "empty_prefix": [_constant(sequence, sequence.empty_prefix) for sequence in sequences],
         }
