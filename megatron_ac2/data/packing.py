@@ -53,12 +53,17 @@ def pack(
     loss_starts: Sequence[int],
     align: int,
     pad_id: int,
+    templates: Mapping[str, np.ndarray] | None = None,
 ) -> PackedBatch:
     """Lay sequences int[L_i] end to end and pad to a multiple of `align` tokens.
 
-    Tokens from `loss_starts[i]` (>= 1) on carry loss; `fields[name][i]` is float[L_i - loss_starts[i]], one value for
-    each of them, placed at the position whose logits predict it: loss_starts[i] - 1 ... L_i - 2. No sequence gives
-    one all-masked batch of `align` tokens that still has every field. Raises ValueError for lengths that do not match.
+    Tokens from `loss_starts[i]` (>= 1) on carry loss; `fields[name][i]` is [L_i - loss_starts[i], ...], one value or
+    row for each of them, placed at the position whose logits predict it: loss_starts[i] - 1 ... L_i - 2. A field
+    becomes [1, T, ...], float32 of floats, int64 of integers and booleans, 0 where it has no value.
+
+    No sequence gives one all-masked batch of `align` tokens that still has every field: float32 [1, T], or after
+    `templates[name]`, an array [0, ...] of the field's row shape and dtype. Raises ValueError for lengths, row shapes
+    or kinds of numbers that do not match.
     """
     _check_lengths(sequences, fields, loss_starts, align)
     lengths = [len(ids) for ids in sequences]
@@ -69,7 +74,7 @@ def pack(
     token_ids = np.full(padded, pad_id, dtype=np.int64)
     labels = np.full(padded, pad_id, dtype=np.int64)
     loss_mask = np.zeros(padded, dtype=np.float32)
-    columns = {name: np.zeros(padded, dtype=np.float32) for name in fields}
+    columns = _empty_columns(fields, templates or {}, padded)
     for i, ids in enumerate(sequences):
         start, end = int(starts[i]), int(starts[i + 1])
         token_ids[start:end] = ids
@@ -89,9 +94,51 @@ def pack(
     )
 
 
+def num_sequences(batch: PackedBatch) -> int:
+    """S, the padding at the end counted as one more sequence; no wait for the device."""
+    return batch.cu_seqlens.shape[0] - 1
+
+
+def sequence_ids(batch: PackedBatch) -> torch.Tensor:
+    """int64[1, T]: which sequence each position belongs to, 0 .. S - 1. On the device of the batch, without a wait.
+
+    A position carries the loss of the token after it, which is of the same sequence wherever `loss_mask` is not 0.
+    """
+    lengths = batch.cu_seqlens.diff().long()
+    indices = torch.arange(num_sequences(batch), device=lengths.device)
+    return torch.repeat_interleave(indices, lengths, output_size=batch.token_ids.shape[1]).unsqueeze(0)
+
+
 def _row(values: np.ndarray) -> torch.Tensor:
-    """[T] -> [1, T]: Megatron's batch axis."""
+    """[T, ...] -> [1, T, ...]: Megatron's batch axis."""
     return torch.from_numpy(values).unsqueeze(0)
+
+
+def _empty_columns(
+    fields: Mapping[str, Sequence[np.ndarray]], templates: Mapping[str, np.ndarray], length: int
+) -> dict[str, np.ndarray]:
+    """name -> zeros [length, ...] of the row shape and dtype that all of the field's arrays and its template share."""
+    if unknown := sorted(set(templates) - set(fields)):
+        raise ValueError(f"pack: templates for {unknown}, which are no fields; there are {sorted(fields)}")
+    columns = {}
+    for name, arrays in fields.items():
+        template = [templates[name]] if name in templates else []
+        rows = {(np.shape(array)[1:], _stored_dtype(name, array)) for array in [*arrays, *template]}
+        if len(rows) > 1:
+            found = ", ".join(sorted(f"{dtype.__name__}{list(shape)}" for shape, dtype in rows))
+            raise ValueError(f"pack: {name} has rows of {found}; accepted: one shape, floats or integers")
+        shape, dtype = rows.pop() if rows else ((), np.float32)
+        columns[name] = np.zeros((length, *shape), dtype=dtype)
+    return columns
+
+
+def _stored_dtype(name: str, array: np.ndarray) -> type[np.float32] | type[np.int64]:
+    kind = np.asarray(array).dtype.kind
+    if kind == "f":
+        return np.float32
+    if kind in "iub":
+        return np.int64
+    raise ValueError(f"pack: {name} has values of {np.asarray(array).dtype}; accepted: floats, integers, booleans")
 
 
 def _check_lengths(

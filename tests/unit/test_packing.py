@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ac2.data.packing import pack, plan_microbatches
+from megatron_ac2.data.packing import num_sequences, pack, plan_microbatches, sequence_ids
 
 
 def ids(*values: int) -> np.ndarray:
@@ -82,6 +82,36 @@ def test_pack_dtypes() -> None:
     assert batch.cu_seqlens.dtype == torch.int32
 
 
+def test_pack_rows_hand_worked() -> None:
+    """Two recorded tokens a position: ids stay integers, beyond what float32 holds (2**24 + 1), rows stay whole."""
+    batch = pack(
+        [ids(10, 11, 12), ids(20, 21)],
+        {
+            "top_ids": [np.array([[11, 7], [12, 2**24 + 1]], dtype=np.int32), np.array([[21, 9]], dtype=np.int32)],
+            "top_logprobs": [np.array([[-1.0, -2.0], [-0.5, -np.inf]]), np.array([[-3.0, -4.0]])],
+            "flag": [np.array([True, False]), np.array([True])],
+        },
+        loss_starts=[1, 1],
+        align=6,
+        pad_id=0,
+    )
+    ids_of_rows, logprobs = batch.fields["top_ids"], batch.fields["top_logprobs"]
+    assert ids_of_rows.tolist() == [[[11, 7], [12, 2**24 + 1], [0, 0], [21, 9], [0, 0], [0, 0]]]
+    assert logprobs.tolist() == [[[-1, -2], [-0.5, -np.inf], [0, 0], [-3, -4], [0, 0], [0, 0]]]
+    assert batch.fields["flag"].tolist() == [[1, 0, 0, 1, 0, 0]]
+    assert ids_of_rows.dtype == batch.fields["flag"].dtype == torch.int64 and logprobs.dtype == torch.float32
+
+
+def test_sequence_ids_hand_worked() -> None:
+    padded = pack([ids(1, 2, 3), ids(4, 5)], {}, [1, 1], align=4, pad_id=0)
+    assert sequence_ids(padded).tolist() == [[0, 0, 0, 1, 1, 2, 2, 2]] and num_sequences(padded) == 3
+    full = pack([ids(1, 2, 3), ids(4)], {}, [1, 1], align=4, pad_id=0)
+    assert sequence_ids(full).tolist() == [[0, 0, 0, 1]] and num_sequences(full) == 2
+    none = pack([], {}, [], align=3, pad_id=0)
+    assert sequence_ids(none).tolist() == [[0, 0, 0]] and num_sequences(none) == 1
+    assert sequence_ids(full).dtype == torch.int64
+
+
 def test_no_padding_means_no_padding_sequence() -> None:
     batch = pack([ids(1, 2, 3), ids(4)], {}, [1, 1], align=4, pad_id=0)
     assert batch.cu_seqlens.tolist() == [0, 3, 4]
@@ -98,6 +128,14 @@ def test_empty_pack_is_one_masked_batch_with_every_field() -> None:
     assert batch.loss_mask.sum() == 0
     assert set(batch.fields) == {"advantages", "logprobs"}
     assert all(field.shape == (1, 8) and (field == 0).all() for field in batch.fields.values())
+
+
+def test_empty_pack_takes_rows_from_templates() -> None:
+    fields = {"top_ids": [], "advantages": []}
+    batch = pack([], fields, [], align=4, pad_id=0, templates={"top_ids": np.zeros((0, 3), dtype=np.int32)})
+    assert batch.fields["top_ids"].shape == (1, 4, 3) and batch.fields["top_ids"].dtype == torch.int64
+    assert batch.fields["advantages"].shape == (1, 4) and batch.fields["advantages"].dtype == torch.float32
+    assert not batch.fields["top_ids"].any()
 
 
 def test_a_sequence_may_carry_no_loss() -> None:
@@ -127,6 +165,48 @@ def test_every_loss_token_is_found_where_its_logits_are(shapes, align) -> None:
     following = batch.token_ids[0].roll(-1)
     assert (batch.labels[0][mask] == following[mask]).all()  # the next token of the same sequence
     assert not mask[batch.cu_seqlens[1:].long() - 1].any()
+
+
+@given(data=st.data(), rows=st.sampled_from([(), (1,), (3,), (2, 2)]), align=st.integers(1, 8))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_unpacking_gives_back_every_value_where_its_token_is_predicted(data, rows, align) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 9), max_size=5))
+    starts = [data.draw(st.integers(1, length)) for length in lengths]
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    sequences = [rng.integers(0, 1000, length).astype(np.int32) for length in lengths]
+    shapes = [(length - start, *rows) for length, start in zip(lengths, starts)]
+    fields = {
+        "floats": [rng.standard_normal(shape).astype(np.float32) for shape in shapes],
+        "ints": [rng.integers(-(2**40), 2**40, shape) for shape in shapes],
+    }
+    templates = {name: np.zeros((0, *rows), kind) for name, kind in (("floats", np.float64), ("ints", np.int32))}
+    batch = pack(sequences, fields, starts, align, pad_id=0, templates=templates)
+    owners, mask = sequence_ids(batch)[0], batch.loss_mask[0].bool()
+    assert num_sequences(batch) - len(sequences) == int(batch.token_ids.shape[1] > sum(lengths))
+    for i, (sequence, start) in enumerate(zip(sequences, starts)):
+        own = owners == i
+        assert batch.token_ids[0, own].tolist() == sequence.tolist()
+        for name, dtype in (("floats", torch.float32), ("ints", torch.int64)):
+            field = batch.fields[name]
+            assert field.shape == (*batch.token_ids.shape, *rows) and field.dtype == dtype
+            assert field[0, own][start - 1 : len(sequence) - 1].numpy().tolist() == fields[name][i].tolist()
+    assert not any(field[0, ~mask].any() for field in batch.fields.values())
+
+
+@pytest.mark.parametrize(
+    ("arrays", "templates", "message"),
+    [
+        ([np.zeros((1, 2)), np.zeros((1, 3))], {}, r"x has rows of float32\[2\], float32\[3\]; accepted: one shape"),
+        ([np.zeros(1), np.zeros((1, 1))], {}, r"x has rows of float32\[1\], float32\[\]"),
+        ([np.zeros(1), np.zeros(1, int)], {}, r"x has rows of float32\[\], int64\[\]; .* floats or integers"),
+        ([np.zeros(1), np.zeros(1)], {"x": np.zeros((0, 2))}, r"x has rows of float32\[2\], float32\[\]"),
+        ([np.zeros(1), np.zeros(1)], {"y": np.zeros(0)}, r"templates for \['y'\], which are no fields; .*\['x'\]"),
+        ([np.array(["a"]), np.array(["b"])], {}, "x has values of <U1; accepted: floats, integers, booleans"),
+    ],
+)
+def test_pack_refuses_rows_of_two_kinds(arrays, templates, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack([ids(1, 2), ids(3, 4)], {"x": arrays}, [1, 1], 1, 0, templates)
 
 
 @pytest.mark.parametrize(
