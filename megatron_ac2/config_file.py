@@ -1,8 +1,11 @@
-"""YAML and dotted overrides -> a checked configuration; every error at once, before any rank starts."""
+"""YAML files and dotted overrides -> a checked configuration; every error at once, before any rank starts."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,54 +13,82 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ac2.config import Config
+from megatron_ac2.config_checks import check_config, warnings_for
 from megatron_ac2.types import UserError
 
-_CHOICES = {
-    "model.dtype": ("bfloat16", "float32"),
-    "critic.kind": ("generative", "value_head"),
-    "sampling.routing": ("ac2", "prefix_grpo", "grpo"),
-}
-_POSITIVE = (
-    "run.num_steps", "run.keep_checkpoints", "run.timeout_minutes", "parallel.tensor", "parallel.pipeline",
-    "actor.num_minibatches", "actor.max_tokens_per_microbatch", "actor.optimizer.lr", "critic.optimizer.lr",
-    "critic.batch_size", "critic.updates_per_step", "critic.max_tokens_per_microbatch", "critic.max_value_tokens",
-    "sampling.num_fresh", "sampling.num_prefixes", "sampling.group_size", "sampling.response_budget",
-    "sampling.chunk_len", "sampling.cut_grid", "sampling.temperature", "replay.capacity", "replay.target_capacity",
-    "replay.min_valid_for_target", "readiness.window", "engine.tensor_parallel", "engine.max_num_seqs",
-    "engine.block_size", "evaluation.samples_per_problem", "data.grading_timeout",
-)  # fmt: skip
-_FRACTIONS = ("sampling.audit_fraction", "sampling.cut_max_fraction", "engine.gpu_memory_utilization",
-              "readiness.reference_min_reward")  # fmt: skip
+__all__ = ["load_config", "split_arguments", "to_dict", "to_yaml", "warnings_for"]
+
+COMMAND_LINE = "command line"
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None, schema: type = Config) -> Any:
-    """YAML file + dotted overrides ("actor.optimizer.lr=1e-6") -> a checked `schema` instance.
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """`BASE.yaml [OVERLAY.yaml ...] [section.field=value ...]`, in any order -> files, overrides.
 
-    Raises `UserError` listing every unknown key, bad type, missing value and impossible combination found.
+    Raises `UserError` for every argument that is neither, and when no file is named.
     """
-    path = Path(path)
+    overrides = [argument for argument in arguments if _OVERRIDE.match(argument)]
+    others = [argument for argument in arguments if not _OVERRIDE.match(argument)]
+    paths = [text for text in others if Path(text).suffix in (".yaml", ".yml") or Path(text).is_file()]
+    problems = [
+        f"command line: found {text!r}, accepted: FILE.yaml or section.field=value"
+        for text in others
+        if text not in paths
+    ]
+    if not paths:
+        problems.append("command line: no configuration: BASE.yaml [OVERLAY.yaml ...] [section.field=value ...]")
+    if problems:
+        raise UserError(problems)
+    return paths, overrides
+
+
+def load_config(
+    path: str | Path | Sequence[str | Path], overrides: Sequence[str] | None = None, schema: type = Config
+) -> Any:
+    """YAML files, each laid over those before it, then dotted overrides -> a checked `schema` instance.
+
+    Lists are replaced, sections merged. Raises `UserError` listing, with the file that each stands in, every unknown
+    key and bad type, or else every missing value, or else every impossible value and combination.
+    """
+    paths = [path] if isinstance(path, (str, Path)) else list(path)
+    base = OmegaConf.structured(schema)
+    trees, problems = [], []
+    readers = [(str(path), partial(_read_file, Path(path))) for path in paths]
+    for origin, read in [*readers, (COMMAND_LINE, partial(_read_overrides, overrides or []))]:
+        try:
+            trees.append(read())
+            problems += _merge_errors(base, trees[-1], origin)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(problems)
+    merged = OmegaConf.merge(base, *trees)
+    if missing := sorted(OmegaConf.missing_keys(merged)):
+        names = ", ".join(map(str, paths))
+        raise UserError([f"{key}: required, but {names} does not set it" for key in missing])
+    config = OmegaConf.to_object(merged)
+    if isinstance(config, Config) and (problems := check_config(config)):
+        raise UserError(problems)
+    return config
+
+
+def _read_file(path: Path) -> DictConfig:
     if not path.is_file():
         raise UserError(f"config file not found: {path}")
     try:
         tree = OmegaConf.load(path)
-        changes = OmegaConf.from_dotlist(list(overrides or []))
     except Exception as error:  # yaml's own message names the line
         raise UserError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(tree, DictConfig):
         raise UserError(f"{path}: expected a mapping of sections at the top, found {type(tree).__name__}")
-    base = OmegaConf.structured(schema)
-    problems = _merge_errors(base, tree, str(path)) + _merge_errors(base, changes, "command line")
-    if problems:
-        raise UserError(problems)
-    merged = OmegaConf.merge(base, tree, changes)
-    missing = sorted(OmegaConf.missing_keys(merged))
-    if missing:
-        raise UserError([f"{key}: required, but {path} does not set it" for key in missing])
-    config = OmegaConf.to_object(merged)
-    problems = check_config(config) if isinstance(config, Config) else []
-    if problems:
-        raise UserError(problems)
-    return config
+    return tree
+
+
+def _read_overrides(overrides: Sequence[str]) -> DictConfig:
+    try:
+        return OmegaConf.from_dotlist(list(overrides))
+    except Exception as error:
+        raise UserError(f"{COMMAND_LINE}: cannot be read as section.field=YAML: {error}") from error
 
 
 def _merge_errors(base: DictConfig, changes: DictConfig, origin: str) -> list[str]:
@@ -91,71 +122,6 @@ def _nest(key: str, value: Any) -> DictConfig:
     for part in reversed(key.split(".")):
         value = {part: value}
     return OmegaConf.create(value)
-
-
-def get(config: Any, key: str) -> Any:
-    """`get(config, "actor.optimizer.lr")`."""
-    for part in key.split("."):
-        config = getattr(config, part)
-    return config
-
-
-def check_config(config: Config) -> list[str]:
-    """Every impossible value or combination that needs no file and no model to see, as messages."""
-    problems = [
-        f"{key}: found {get(config, key)!r}, accepted: {', '.join(choices)}"
-        for key, choices in _CHOICES.items()
-        if get(config, key) not in choices
-    ]
-    problems += [f"{key}: found {get(config, key)!r}, must be > 0" for key in _POSITIVE if not get(config, key) > 0]
-    problems += [
-        f"{key}: found {get(config, key)!r}, accepted: 0 to 1" for key in _FRACTIONS if not 0 <= get(config, key) <= 1
-    ]
-    sampling, critic, actor = config.sampling, config.critic, config.actor
-    if sampling.chunk_len > sampling.response_budget:
-        problems.append(
-            f"sampling.chunk_len: found {sampling.chunk_len}, longer than sampling.response_budget "
-            f"({sampling.response_budget}); a chunk must fit into the budget"
-        )
-    if sampling.num_prefixes % actor.num_minibatches:
-        problems.append(
-            f"sampling.num_prefixes: found {sampling.num_prefixes}, must be a multiple of "
-            f"actor.num_minibatches ({actor.num_minibatches})"
-        )
-    if config.replay.min_valid_for_target > sampling.group_size:
-        problems.append(
-            f"replay.min_valid_for_target: found {config.replay.min_valid_for_target}, more than "
-            f"sampling.group_size ({sampling.group_size}): no critic target could ever be made"
-        )
-    k_low, k_high = (config.entropy.k_min, config.entropy.k_max) if config.entropy.enabled else (0.0, 0.0)
-    if actor.clip_high + k_low < 0:
-        problems.append(f"actor.clip_high: found {actor.clip_high}, below 0 with entropy.k_min ({k_low}) added")
-    if actor.dual_clip <= 1 + actor.clip_high + k_high:
-        problems.append(
-            f"actor.dual_clip: found {actor.dual_clip}, must be above 1 + actor.clip_high + entropy.k_max "
-            f"({1 + actor.clip_high + k_high:g})"
-        )
-    if config.parallel.sequence and config.parallel.tensor == 1:
-        problems.append("parallel.sequence: found true with parallel.tensor 1; sequence parallel needs tensor > 1")
-    if critic.lr_min > critic.optimizer.lr:
-        problems.append(f"critic.lr_min: found {critic.lr_min}, above critic.optimizer.lr ({critic.optimizer.lr})")
-    if critic.kind == "generative" and critic.path is not None:
-        problems.append("critic.path: found a path with critic.kind generative, which is the actor itself; set null")
-    if config.engine.block_size % 32:
-        problems.append(f"engine.block_size: found {config.engine.block_size}, must be a multiple of 32")
-    return problems
-
-
-def warnings_for(config: Config) -> list[str]:
-    """What is legal but deserves a word at start."""
-    found = []
-    if config.sampling.routing == "ac2" and config.sampling.audit_fraction == 0:
-        found.append(
-            "sampling.audit_fraction is 0: no unbiased measure of the critic's error on ready problems is left"
-        )
-    if config.run.checkpoint_every == 0:
-        found.append("run.checkpoint_every is 0: a crash loses the whole run")
-    return found
 
 
 def to_yaml(config: Any) -> str:

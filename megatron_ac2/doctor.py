@@ -1,7 +1,7 @@
 """Preflight in seconds: what is installed, what is missing for a GPU run, and everything wrong with a configuration.
 
-`python -m megatron_ac2.doctor [config.yaml] [section.field=value ...]` prints all findings at once; the exit status is
-1 if one is an error. It starts no process group, no engine and no training.
+`python -m megatron_ac2.doctor [BASE.yaml [OVERLAY.yaml ...] [section.field=value ...]]` prints all findings at once;
+the exit status is 1 if one is an error. It starts no process group, no engine and no training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from rich.console import Console
 
 from megatron_ac2.config import Config
-from megatron_ac2.config_file import load_config, warnings_for
+from megatron_ac2.config_checks import warnings_for
+from megatron_ac2.config_file import load_config, split_arguments
 from megatron_ac2.perf import GIB, DecodingCost, device_memory, trainer_bytes
 from megatron_ac2.types import UserError
 
@@ -122,20 +123,24 @@ def check_environment(environment: Mapping[str, str], on_gpu: bool) -> Iterator[
         yield Finding("note", "TORCHDYNAMO_DISABLE", text)
 
 
-def check_run(path: str | Path, overrides: Sequence[str], on_gpu: bool) -> Iterator[Finding]:
+def check_run(paths: Sequence[str | Path], overrides: Sequence[str], on_gpu: bool) -> Iterator[Finding]:
     """Everything about a training configuration that can be seen without starting it."""
     try:
-        config: Config = load_config(path, list(overrides))
+        config: Config = load_config(paths, overrides)
     except UserError as error:
         yield from (Finding("error", "config", problem) for problem in error.problems)
         return
-    yield Finding("ok", "config", str(path))
+    yield Finding("ok", "config", " + ".join(map(str, paths)))
     yield from (Finding("warning", "config", text) for text in warnings_for(config))
     for field, file in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         if file is not None and not Path(file).is_file():
             yield Finding("error", field, f"file not found: {file}")
-    if config.critic.path is not None and not Path(config.critic.path).is_dir():
-        yield Finding("error", "critic.path", f"folder not found: {config.critic.path}")
+    for field, folder in (
+        ("critic.path", config.critic.path),
+        ("actor.reference_kl.path", config.actor.reference_kl.path),
+    ):
+        if folder is not None and not Path(folder).is_dir():
+            yield Finding("error", field, f"folder not found: {folder}")
     if config.run.wandb and not has_module("wandb"):
         yield Finding("error", "run.wandb", "found true, but wandb is not installed: pip install wandb, or set false")
     if config.run.tensorboard and not has_module("tensorboard"):
@@ -186,11 +191,11 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / GIB * 1024:.0f} MiB"
 
 
-def diagnose(config_path: str | Path | None = None, overrides: Sequence[str] = ()) -> list[Finding]:
+def diagnose(paths: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> list[Finding]:
     """All findings: packages, device, environment, and the configuration if one is given."""
     on_gpu = torch.cuda.is_available()
     findings = [*check_packages(on_gpu), *check_device(), *check_environment(os.environ, on_gpu)]
-    return findings + (list(check_run(config_path, overrides, on_gpu)) if config_path is not None else [])
+    return findings + (list(check_run(paths, overrides, on_gpu)) if paths else [])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -199,7 +204,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__doc__)
         return 0
     console = Console(highlight=False, soft_wrap=True)
-    findings = diagnose(arguments[0] if arguments else None, arguments[1:])
+    try:
+        findings = diagnose(*(split_arguments(arguments) if arguments else ()))
+    except UserError as error:
+        findings = [Finding("error", "arguments", problem) for problem in error.problems]
     for finding in findings:
         level = f"[{STYLES[finding.level]}]{finding.level:>7}[/]"
         console.print(f"{level}  {finding.subject}: ", end="")

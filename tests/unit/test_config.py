@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
-from megatron_ac2.config import Config
-from megatron_ac2.config_file import check_config, get, load_config, to_dict, to_yaml, warnings_for
+from megatron_ac2.config_checks import get
+from megatron_ac2.config_file import load_config, split_arguments, to_dict, to_yaml
 from megatron_ac2.types import UserError
 
 MINIMAL = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
@@ -139,18 +138,60 @@ def test_what_is_saved_loads_to_the_same(tmp_path):
     assert to_dict(load_config(path)) == to_dict(config)
 
 
-def test_legal_but_doubtful_choices_get_a_word():
-    config = Config()
-    assert warnings_for(config) == []
-    config.sampling.audit_fraction = 0.0
-    config.run.checkpoint_every = 0
-    named = [warning.split()[0] for warning in warnings_for(config)]
-    assert named == ["sampling.audit_fraction", "run.checkpoint_every"]
+def test_files_are_laid_over_each_other_in_order(tmp_path):
+    base = write(tmp_path, sampling={"group_size": 8, "num_fresh": 5}, megatron={"one": 1})
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yml"
+    first.write_text("sampling: {group_size: 4, top_k: 7}\nmegatron: {two: 2}\n")
+    second.write_text("sampling: {group_size: 2}\nreplay: {min_valid_for_target: 1}\n")
+    sampling = load_config([base, first, second], ["replay.min_valid_for_target=2"]).sampling
+    assert (sampling.group_size, sampling.num_fresh, sampling.top_k) == (2, 5, 7)
+    config = load_config([base, second, first], ["replay.min_valid_for_target=2"])
+    assert (config.sampling.group_size, config.replay.min_valid_for_target) == (4, 2)
+    assert config.megatron == {"one": 1, "two": 2}
+    first.write_text("# nothing but a comment\n")
+    assert load_config([base, first]).sampling.group_size == 8
 
 
-def test_the_checked_names_exist():
-    """A check of a renamed field would raise instead of reporting; this runs them all."""
-    config = Config()
-    config.model.path, config.data.train = "m", "t.jsonl"
-    assert check_config(config) == []
-    assert all(is_dataclass(getattr(config, field.name)) or field.name == "megatron" for field in fields(config))
+def test_every_mistake_of_every_file_comes_at_once_with_its_file(tmp_path):
+    base = write(tmp_path, sampling={"group_size": "many"}, nonsense=1)
+    overlay, broken = tmp_path / "overlay.yaml", tmp_path / "broken.yaml"
+    overlay.write_text("sampling: {chunklen: 3}\nrun: {seed: x}\n")
+    broken.write_text("a: [1\n")
+    problems = problems_of([base, overlay, broken, tmp_path / "absent.yaml"], ["actor.clip_lo=1"])
+    expected = [("nonsense", str(base)), ("sampling.group_size", str(base)), ("sampling.chunklen", str(overlay)),
+                ("run.seed", str(overlay)), (str(broken), "YAML"), ("config file not found", "absent.yaml"),
+                ("actor.clip_lo", "command line")]  # fmt: skip
+    assert len(problems) == len(expected)
+    for (start, part), problem in zip(expected, problems, strict=True):
+        assert problem.startswith(start) and part in problem, (start, part, problem)
+
+
+def test_an_override_that_is_no_yaml_is_not_blamed_on_the_file(tmp_path):
+    only(problems_of(write(tmp_path), ["run.name=[a"]), "command line")
+
+
+def test_arguments_are_files_or_overrides_in_any_order(tmp_path):
+    (tmp_path / "plain").write_text("run: {seed: 1}\n")
+    arguments = ["base.yaml", "a.b=c.yaml", "x=1=2", "runs/lr=1e-3/config.yml", str(tmp_path / "plain"),
+                 "engine.options.some-key=1"]  # fmt: skip
+    paths, overrides = split_arguments(arguments)
+    assert paths == ["base.yaml", "runs/lr=1e-3/config.yml", str(tmp_path / "plain")]
+    assert overrides == ["a.b=c.yaml", "x=1=2", "engine.options.some-key=1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ([], ["no configuration"]),
+        (["run.seed=1"], ["no configuration"]),
+        (["base.yaml", "--fast", "run.seed"], ["'--fast'", "'run.seed'"]),
+        (["grpo"], ["'grpo'", "no configuration"]),
+        (["=3", "base.yaml"], ["'=3'"]),
+    ],
+)
+def test_arguments_that_are_neither_are_all_named(arguments, found):
+    with pytest.raises(UserError) as caught:
+        split_arguments(arguments)
+    assert len(caught.value.problems) == len(found)
+    for part, problem in zip(found, caught.value.problems, strict=True):
+        assert problem.startswith("command line: ") and part in problem

@@ -40,7 +40,7 @@ def test_this_machine_is_ready(capsys):
 
 
 def test_a_complete_configuration_has_no_errors_and_an_estimate_of_memory(config):
-    findings = list(check_run(config, ["run.seed=1"], on_gpu=False))
+    findings = list(check_run([config], ["run.seed=1"], on_gpu=False))
     assert errors(findings) == []
     # 3 layers x (64 x 64 + 2 x 64 x 32 + 64 x 64 + 3 x 64 x 128) + 64 x 100 = 116,992 parameters of 26 bytes
     assert any(finding.subject == "memory" and "3 MiB" in finding.text for finding in findings)
@@ -51,7 +51,7 @@ def test_everything_missing_is_found_at_once(config, tmp_path):
     (tmp_path / "model" / "tokenizer.json").unlink()
     overrides = ["data.train=absent.jsonl", "data.validation=gone.jsonl", "parallel.pipeline=2",
                  "critic.kind=value_head", "critic.path=nowhere", "megatron.fp8=hybrid"]  # fmt: skip
-    found = [(finding.subject, finding.text) for finding in errors(check_run(config, overrides, on_gpu=False))]
+    found = [(finding.subject, finding.text) for finding in errors(check_run([config], overrides, on_gpu=False))]
     expected = [("data.train", "absent.jsonl"), ("data.validation", "gone.jsonl"), ("critic.path", "nowhere"),
                 ("megatron.fp8", "Transformer Engine"), ("model.path", "safetensors"), ("model.path", "tokenizer"),
                 ("parallel", "3 layers")]  # fmt: skip
@@ -61,7 +61,7 @@ def test_everything_missing_is_found_at_once(config, tmp_path):
 
 
 def test_a_model_folder_that_is_not_there(config):
-    found = errors(check_run(config, ["model.path=/no/such/folder"], on_gpu=False))
+    found = errors(check_run([config], ["model.path=/no/such/folder"], on_gpu=False))
     assert len(found) == 1
     assert "/no/such/folder" in found[0].text
 
@@ -107,6 +107,17 @@ def _lookup(versions, name):
     if name not in versions:
         raise PackageNotFoundError(name)
     return versions[name]
+
+
+def test_an_overlay_is_read_and_a_stray_argument_named(config, tmp_path, capsys):
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("actor: {reference_kl: {path: nowhere}}\n")
+    found = errors(check_run([config, overlay], [], on_gpu=False))
+    assert [(finding.subject, finding.text) for finding in found] == [
+        ("actor.reference_kl.path", "folder not found: nowhere")
+    ]
+    assert main([str(config), "--fast"]) == 1
+    assert "--fast" in capsys.readouterr().out
 
 
 def test_diagnose_without_a_configuration_looks_at_the_machine_only():

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_ac2.config_file import get, load_config
+from megatron_ac2.config_checks import get
+from megatron_ac2.config_file import load_config
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # A training configuration has a `sampling` section; supervised stages and data specifications do not.

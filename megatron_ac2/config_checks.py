@@ -1,0 +1,229 @@
+"""What makes a configuration impossible and can be seen without a file or a model: ranges, choices, combinations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ac2.config import Config
+
+CHOICES = {
+    "model.dtype": ("bfloat16", "float32"),
+    "actor.loss": ("policy_gradient", "ppo", "cispo", "gspo", "asympo"),
+    "actor.anchor": ("proximal", "behavior"),
+    "actor.aggregation": ("token_mean", "sequence_mean", "budget_mean"),
+    "actor.importance.kind": ("none", "token_is", "token_tis", "token_mis", "sequence_tis", "sequence_mis",
+                              "geometric_rejection"),
+    "actor.reference_kl.estimator": ("k1", "k2", "k3"),
+    "critic.kind": ("generative", "value_head"),
+    "critic.reference_prompts": ("both", "reference_only"),
+    "critic.value": ("greedy", "soft"),
+    "critic.head": ("bce", "two_hot", "mse"),
+    "critic.fit": ("group_mean", "nstep"),
+    "sampling.routing": ("ac2", "prefix_grpo", "grpo"),
+    "estimator.kind": ("group", "singleton", "gae", "brace", "rfpo"),
+    "estimator.baseline": ("mean", "leave_one_out"),
+    "replay.kind": ("rolling", "stale", "correct_only"),
+    "readiness.kind": ("local", "global_only", "terminal_only"),
+    "engine.rounding": ("none", "fp8_e4m3", "int8"),
+}  # fmt: skip
+# In all three, a field that is null is left alone.
+_POSITIVE = (
+    "run.num_steps", "run.keep_checkpoints", "run.timeout_minutes", "parallel.tensor", "parallel.pipeline",
+    "actor.num_minibatches", "actor.max_tokens_per_microbatch", "actor.optimizer.lr", "actor.asympo_floor",
+    "actor.score_centering.top_k", "critic.optimizer.lr", "critic.batch_size", "critic.updates_per_step",
+    "critic.max_tokens_per_microbatch", "critic.max_value_tokens", "critic.value_clip", "critic.nstep_max",
+    "critic.snapshot_every", "critic.max_context_len", "estimator.brace_rho_max", "estimator.brace_c_max",
+    "estimator.brace_product_max", "estimator.rfpo_num_labelled", "sampling.num_fresh", "sampling.num_prefixes",
+    "sampling.group_size", "sampling.response_budget", "sampling.chunk_len", "sampling.cut_grid",
+    "sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.dynamic_max_rounds", "replay.stale_every",
+    "replay.capacity", "replay.target_capacity", "replay.min_valid_for_target", "readiness.window",
+    "engine.tensor_parallel", "engine.max_num_seqs", "engine.max_model_len", "engine.block_size",
+    "engine.publish_every", "evaluation.num_problems", "evaluation.samples_per_problem", "data.grading_timeout",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "run.checkpoint_every", "actor.clip_high", "actor.entropy_bonus", "actor.importance.low", "actor.importance.high",
+    "actor.reference_kl.coefficient", "estimator.brace_horizon", "sampling.overlong_cache", "replay.max_target_age",
+    "evaluation.every", "evaluation.temperature",
+)  # fmt: skip
+_FRACTIONS = (
+    "actor.clip_low", "estimator.gamma", "estimator.gae_lambda", "estimator.brace_lambda",
+    "estimator.rfpo_label_fraction", "sampling.audit_fraction", "sampling.cut_max_fraction", "sampling.top_p",
+    "replay.correct_min_reward", "readiness.demote_threshold", "readiness.reference_min_reward",
+    "engine.gpu_memory_utilization",
+)  # fmt: skip
+RATIO_LOSSES = ("ppo", "cispo", "gspo")
+_TOKEN_ESTIMATORS = ("gae", "brace", "rfpo")
+_CENTERED_WEIGHTS = ("none", "token_is", "token_tis", "token_mis")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`field` must not hold what it holds when `broken`; `text` may name other fields as {c.section.field}."""
+
+    field: str
+    broken: Callable[[Config], bool]
+    text: str
+
+    def message(self, config: Config) -> str:
+        return f"{self.field}: found {get(config, self.field)!r}, {self.text.format(c=config)}"
+
+
+def _off_beat(period: int, c: Config) -> bool:
+    return c.engine.publish_every > 1 and period % c.engine.publish_every != 0
+
+
+def _entropy_range(c: Config) -> tuple[float, float]:
+    """What entropy control may add to clip_high."""
+    return (c.entropy.k_min, c.entropy.k_max) if c.entropy.enabled else (0.0, 0.0)
+
+
+_PUBLISH = "must be a multiple of engine.publish_every ({c.engine.publish_every}): "
+RULES = (
+    Rule("run.num_steps", lambda c: _off_beat(c.run.num_steps, c), _PUBLISH + "a run ends with the newest weights"),
+    Rule("run.checkpoint_every", lambda c: _off_beat(c.run.checkpoint_every, c),
+         _PUBLISH + "a resumed run samples from its checkpoint's weights"),
+    Rule("evaluation.every", lambda c: _off_beat(c.evaluation.every, c), _PUBLISH + "an evaluation sees the newest"),
+    Rule("data.reward_range", lambda c: not c.data.reward_range[0] < c.data.reward_range[1],
+         "the first must be below the second"),
+    # sampling
+    Rule("sampling.chunk_len", lambda c: c.sampling.chunk_len > c.sampling.response_budget,
+         "longer than sampling.response_budget ({c.sampling.response_budget}); a chunk must fit into the budget"),
+    Rule("sampling.num_prefixes", lambda c: c.sampling.num_prefixes % max(c.actor.num_minibatches, 1) != 0,
+         "must be a multiple of actor.num_minibatches ({c.actor.num_minibatches})"),
+    Rule("sampling.group_size", lambda c: c.estimator.kind == "group" and c.sampling.group_size == 1,
+         "with estimator.kind group every advantage would be 0; must be > 1"),
+    Rule("sampling.top_p", lambda c: c.sampling.top_p < 1 and c.sampling.top_k is None,
+         "below 1 needs sampling.top_k: the trainer renormalises over the recorded support"),
+    Rule("sampling.dynamic", lambda c: c.sampling.dynamic and not _plain_grpo(c),
+         "needs sampling.routing grpo (found {c.sampling.routing}) and estimator.kind group ({c.estimator.kind})"),
+    Rule("sampling.overlong_cache", lambda c: c.sampling.overlong_cache > 0 and not _plain_grpo(c),
+         "needs sampling.routing grpo (found {c.sampling.routing}) and estimator.kind group ({c.estimator.kind})"),
+    Rule("sampling.overlong_cache", lambda c: c.sampling.overlong_cache >= c.sampling.response_budget > 0,
+         "must be below sampling.response_budget ({c.sampling.response_budget})"),
+    # replay and readiness
+    Rule("replay.min_valid_for_target",
+         lambda c: c.sampling.routing == "ac2" and c.replay.min_valid_for_target > c.sampling.group_size,
+         "more than sampling.group_size ({c.sampling.group_size}): no critic target could ever be made"),
+    Rule("replay.capacity",
+         lambda c: (c.replay.kind == "stale" and c.sampling.routing != "grpo"
+                    and c.replay.capacity < c.sampling.num_fresh * c.replay.stale_every),
+         "replay.kind stale stores sampling.num_fresh ({c.sampling.num_fresh}) x replay.stale_every "
+         "({c.replay.stale_every}) rollouts at once; must hold them all"),
+    Rule("readiness.demote_threshold",
+         lambda c: c.readiness.demote_threshold is not None and c.sampling.audit_fraction == 0,
+         "but sampling.audit_fraction 0 makes no audit that could demote a problem; set null"),
+    # actor
+    Rule("actor.clip_high", lambda c: c.actor.loss in RATIO_LOSSES and c.actor.clip_high + _entropy_range(c)[0] < 0,
+         "below 0 with entropy.k_min ({c.entropy.k_min}) added"),
+    Rule("actor.dual_clip",
+         lambda c: (c.actor.loss == "ppo" and c.actor.dual_clip is not None
+                    and c.actor.dual_clip <= 1 + c.actor.clip_high + _entropy_range(c)[1]),
+         "must be above 1 + actor.clip_high ({c.actor.clip_high}) + entropy.k_max ({c.entropy.k_max}, where enabled)"),
+    Rule("actor.aggregation", lambda c: c.actor.loss == "asympo" and c.actor.aggregation != "sequence_mean",
+         "actor.loss asympo averages by response; set sequence_mean"),
+    Rule("actor.importance.kind", lambda c: c.actor.loss == "asympo" and c.actor.importance.kind != "none",
+         "actor.loss asympo reads no behaviour log-probs; set none"),
+    Rule("actor.importance.kind", lambda c: c.actor.anchor == "behavior" and c.actor.importance.kind != "none",
+         "actor.anchor behavior has the engine's probabilities in its ratio already; set one of the two"),
+    Rule("actor.importance.low",
+         lambda c: None not in (c.actor.importance.low, c.actor.importance.high)
+         and c.actor.importance.low > c.actor.importance.high,
+         "above actor.importance.high ({c.actor.importance.high})"),
+    Rule("actor.score_centering.enabled",
+         lambda c: c.actor.score_centering.enabled and c.actor.loss in ("gspo", "asympo"),
+         "needs a loss by token, actor.loss policy_gradient, ppo or cispo (found {c.actor.loss})"),
+    Rule("actor.score_centering.enabled",
+         lambda c: c.actor.score_centering.enabled and c.actor.importance.kind not in _CENTERED_WEIGHTS,
+         f"needs a weight by token, actor.importance.kind {', '.join(_CENTERED_WEIGHTS)} "
+         "(found {c.actor.importance.kind})"),
+    Rule("actor.score_centering.top_k",
+         lambda c: c.actor.score_centering.enabled and c.actor.score_centering.top_k < (c.sampling.top_k or 0),
+         "must reach sampling.top_k ({c.sampling.top_k}), which it then covers"),
+    Rule("parallel.sequence", lambda c: c.parallel.sequence and c.parallel.tensor == 1,
+         "with parallel.tensor 1; sequence parallel needs tensor > 1"),
+    # critic and estimator
+    Rule("critic.lr_min", lambda c: c.critic.lr_min > c.critic.optimizer.lr,
+         "above critic.optimizer.lr ({c.critic.optimizer.lr})"),
+    Rule("critic.path", lambda c: c.critic.kind == "generative" and c.critic.path is not None,
+         "with critic.kind generative, which is the actor itself; set null"),
+    Rule("critic.value", lambda c: c.critic.value == "soft" and c.critic.kind != "generative",
+         "needs critic.kind generative (found {c.critic.kind})"),
+    Rule("critic.head", lambda c: c.critic.head != "bce" and c.critic.kind != "value_head",
+         "needs critic.kind value_head (found {c.critic.kind})"),
+    Rule("critic.fit", lambda c: c.critic.fit == "nstep" and c.critic.kind != "value_head",
+         "needs critic.kind value_head (found {c.critic.kind})"),
+    Rule("critic.fit", lambda c: c.critic.fit == "nstep" and c.sampling.routing != "ac2",
+         "needs sampling.routing ac2 (found {c.sampling.routing})"),
+    Rule("critic.reference_prompts",
+         lambda c: c.critic.reference_prompts == "reference_only" and not c.critic.use_references,
+         "needs critic.use_references true"),
+    Rule("critic.kind", lambda c: c.estimator.kind in _TOKEN_ESTIMATORS and c.critic.kind != "value_head",
+         "estimator.kind {c.estimator.kind} needs a value at every token: value_head"),
+    Rule("sampling.routing", lambda c: c.estimator.kind in _TOKEN_ESTIMATORS and c.sampling.routing == "ac2",
+         "estimator.kind {c.estimator.kind} needs full rollouts: grpo or prefix_grpo"),
+    Rule("sampling.routing", lambda c: c.estimator.kind == "singleton" and c.sampling.routing != "ac2",
+         "estimator.kind singleton needs ac2"),
+    Rule("estimator.baseline", lambda c: c.estimator.baseline != "mean" and c.estimator.kind != "group",
+         "needs estimator.kind group (found {c.estimator.kind})"),
+    Rule("estimator.divide_by_std", lambda c: c.estimator.divide_by_std and c.estimator.kind != "group",
+         "needs estimator.kind group (found {c.estimator.kind})"),
+    Rule("engine.block_size", lambda c: c.engine.block_size % 32 != 0, "must be a multiple of 32"),
+)  # fmt: skip
+
+
+def _plain_grpo(c: Config) -> bool:
+    return c.sampling.routing == "grpo" and c.estimator.kind == "group"
+
+
+def get(config: Any, key: str) -> Any:
+    """`get(config, "actor.optimizer.lr")`."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def check_config(config: Config) -> list[str]:
+    """Every impossible value or combination that needs no file and no model to see, as messages."""
+    problems = [
+        f"{key}: found {get(config, key)!r}, accepted: {', '.join(choices)}"
+        for key, choices in CHOICES.items()
+        if get(config, key) not in choices
+    ]
+    ranges: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+        (_POSITIVE, lambda value: value > 0, "must be > 0"),
+        (_NOT_NEGATIVE, lambda value: value >= 0, "must be >= 0"),
+        (_FRACTIONS, lambda value: 0 <= value <= 1, "accepted: 0 to 1"),
+    )
+    problems += [
+        f"{key}: found {value!r}, {accepted}"
+        for keys, holds, accepted in ranges
+        for key in keys
+        if (value := get(config, key)) is not None and not holds(value)
+    ]
+    return problems + [rule.message(config) for rule in RULES if rule.broken(config)]
+
+
+def warnings_for(config: Config) -> list[str]:
+    """What is legal but deserves a word at start."""
+    sampling, actor, engine = config.sampling, config.actor, config.engine
+    has_prefixes = sampling.routing != "grpo"
+    cases = (
+        (sampling.routing == "ac2" and sampling.audit_fraction == 0,
+         "sampling.audit_fraction is 0: no unbiased measure of the critic's error on ready problems is left"),
+        (config.run.checkpoint_every == 0, "run.checkpoint_every is 0: a crash loses the whole run"),
+        (has_prefixes and sampling.cut_grid > sampling.cut_max_fraction * sampling.response_budget,
+         "sampling.cut_grid is beyond the last cut of a response of full length: every prefix will be empty"),
+        (config.entropy.enabled and actor.loss not in ("ppo", "cispo"),
+         f"entropy.enabled moves actor.clip_high, of which actor.loss {actor.loss} makes no use"),
+        (actor.score_centering.enabled and actor.importance.kind == "token_is",
+         "actor.score_centering vanishes under actor.importance.kind token_is, which leaves no drift to cancel"),
+        (actor.importance.kind == "none" and (actor.importance.low, actor.importance.high) != (None, None),
+         "actor.importance.low and high bound nothing while actor.importance.kind is none"),
+        (engine.rounding != "none",
+         f"engine.rounding is {engine.rounding}: the engine samples from weights other than the trainer's, on purpose"),
+        (engine.publish_every > 1 and sampling.routing == "ac2" and config.critic.kind == "generative",
+         "engine.publish_every is above 1: the generative critic answers through the engine, with old weights too"),
+    )  # fmt: skip
+    return [text for applies, text in cases if applies]

@@ -1,0 +1,167 @@
+"""Ranges, choices and combinations: what is refused names its field, and the remedy is accepted."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+from megatron_ac2.config import Config
+from megatron_ac2.config_checks import CHOICES, RULES, check_config, get, warnings_for
+
+
+def changed(changes: dict[str, object]) -> Config:
+    """The defaults after `changes`."""
+    config = Config()
+    for key, value in changes.items():
+        section, _, name = key.rpartition(".")
+        setattr(get(config, section), name, value)
+    return config
+
+
+def problems_after(changes: dict[str, object]) -> list[str]:
+    """What is wrong with the defaults after `changes`."""
+    return check_config(changed(changes))
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_every_choice_is_accepted_and_nothing_else(key):
+    for value in CHOICES[key]:
+        assert not [problem for problem in problems_after({key: value}) if problem.startswith(f"{key}: found ")
+                    and "accepted:" in problem]  # fmt: skip
+    assert any(problem.startswith(f"{key}: found 'nonsense', accepted: {CHOICES[key][0]}")
+               for problem in problems_after({key: "nonsense"}))  # fmt: skip
+
+
+TOKEN_LEVEL = {"critic.kind": "value_head", "sampling.routing": "grpo"}
+PUBLISH = {"engine.publish_every": 3, "run.num_steps": 6, "run.checkpoint_every": 3, "evaluation.every": 3}
+# the field that is named, a combination that is refused, the change that makes it right
+COMBINATIONS = [
+    ("run.num_steps", PUBLISH | {"run.num_steps": 7}, {"run.num_steps": 9}),
+    ("run.checkpoint_every", PUBLISH | {"run.checkpoint_every": 4}, {"run.checkpoint_every": 0}),
+    ("evaluation.every", PUBLISH | {"evaluation.every": 1}, {"evaluation.every": 6}),
+    ("data.reward_range", {"data.reward_range": (1.0, 1.0)}, {"data.reward_range": (-1.0, 1.0)}),
+    ("sampling.group_size", {"sampling.group_size": 1, "replay.min_valid_for_target": 1}, {"sampling.group_size": 2}),
+    ("sampling.top_p", {"sampling.top_p": 0.9}, {"sampling.top_k": 20}),
+    ("sampling.dynamic", {"sampling.dynamic": True}, {"sampling.routing": "grpo"}),
+    ("sampling.dynamic", TOKEN_LEVEL | {"sampling.dynamic": True, "estimator.kind": "gae"},
+     {"estimator.kind": "group"}),
+    ("sampling.overlong_cache", {"sampling.overlong_cache": 9, "sampling.routing": "prefix_grpo"},
+     {"sampling.routing": "grpo"}),
+    ("sampling.overlong_cache", {"sampling.overlong_cache": 50_000, "sampling.routing": "grpo"},
+     {"sampling.overlong_cache": 49_999}),
+    ("replay.capacity", {"replay.kind": "stale"}, {"replay.capacity": 1920}),
+    ("replay.capacity", {"replay.kind": "stale"}, {"replay.stale_every": 1}),
+    ("replay.min_valid_for_target", {"replay.min_valid_for_target": 17}, {"sampling.routing": "grpo"}),
+    ("readiness.demote_threshold", {"readiness.demote_threshold": 0.3, "sampling.audit_fraction": 0.0},
+     {"sampling.audit_fraction": 0.1}),
+    ("actor.clip_high", {"actor.clip_high": 0.05}, {"entropy.enabled": False}),
+    ("actor.clip_high", {"actor.clip_high": 0.05, "actor.loss": "gspo"}, {"actor.loss": "policy_gradient"}),
+    ("actor.dual_clip", {"actor.dual_clip": 1.3}, {"actor.dual_clip": None}),
+    ("actor.dual_clip", {"actor.dual_clip": 1.3}, {"entropy.enabled": False}),
+    ("actor.dual_clip", {"actor.dual_clip": 1.2}, {"actor.loss": "cispo"}),
+    ("actor.aggregation", {"actor.loss": "asympo"}, {"actor.aggregation": "sequence_mean"}),
+    ("actor.importance.kind",
+     {"actor.loss": "asympo", "actor.aggregation": "sequence_mean", "actor.importance.kind": "token_tis"},
+     {"actor.importance.kind": "none"}),
+    ("actor.importance.kind", {"actor.anchor": "behavior", "actor.importance.kind": "token_tis"},
+     {"actor.anchor": "proximal"}),
+    ("actor.importance.low",
+     {"actor.importance.kind": "token_mis", "actor.importance.low": 3.0, "actor.importance.high": 2.0},
+     {"actor.importance.low": 2.0}),
+    ("actor.score_centering.enabled", {"actor.score_centering.enabled": True, "actor.loss": "gspo"},
+     {"actor.loss": "ppo"}),
+    ("actor.score_centering.enabled",
+     {"actor.score_centering.enabled": True, "actor.importance.kind": "sequence_mis"},
+     {"actor.importance.kind": "token_mis"}),
+    ("actor.score_centering.top_k",
+     {"actor.score_centering.enabled": True, "actor.score_centering.top_k": 19, "sampling.top_k": 20},
+     {"actor.score_centering.top_k": 20}),
+    ("critic.value", {"critic.value": "soft", "critic.kind": "value_head"}, {"critic.kind": "generative"}),
+    ("critic.head", {"critic.head": "two_hot"}, {"critic.kind": "value_head"}),
+    ("critic.fit", {"critic.fit": "nstep"}, {"critic.kind": "value_head"}),
+    ("critic.fit", TOKEN_LEVEL | {"critic.fit": "nstep"}, {"sampling.routing": "ac2"}),
+    ("critic.reference_prompts", {"critic.reference_prompts": "reference_only", "critic.use_references": False},
+     {"critic.use_references": True}),
+    ("critic.kind", TOKEN_LEVEL | {"estimator.kind": "gae", "critic.kind": "generative"},
+     {"critic.kind": "value_head"}),
+    ("sampling.routing", TOKEN_LEVEL | {"estimator.kind": "brace", "sampling.routing": "ac2"},
+     {"sampling.routing": "prefix_grpo"}),
+    ("sampling.routing", {"estimator.kind": "singleton", "sampling.routing": "prefix_grpo"},
+     {"sampling.routing": "ac2"}),
+    ("estimator.baseline", TOKEN_LEVEL | {"estimator.kind": "rfpo", "estimator.baseline": "leave_one_out"},
+     {"estimator.kind": "group"}),
+    ("estimator.divide_by_std", {"estimator.kind": "singleton", "estimator.divide_by_std": True},
+     {"estimator.kind": "group"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "changes", "remedy"), COMBINATIONS)
+def test_a_combination_that_makes_no_sense_is_refused_and_its_remedy_accepted(field, changes, remedy):
+    problems = problems_after(changes)
+    assert len(problems) == 1, problems
+    assert problems[0].startswith(f"{field}: found {changes.get(field, get(Config(), field))!r}, "), problems
+    assert problems_after(changes | remedy) == []
+
+
+def test_every_rule_about_new_switches_has_a_combination_above():
+    tested_elsewhere = {"sampling.chunk_len", "sampling.num_prefixes", "parallel.sequence", "critic.lr_min",
+                        "critic.path", "engine.block_size"}  # fmt: skip
+    assert {rule.field for rule in RULES} - tested_elsewhere == {field for field, _, _ in COMBINATIONS}
+
+
+@pytest.mark.parametrize(
+    ("field", "refused", "accepted"),
+    [
+        ("actor.entropy_bonus", -0.1, 0.0),
+        ("actor.clip_low", 1.1, 1.0),
+        ("actor.importance.high", -1.0, None),
+        ("critic.value_clip", 0.0, None),
+        ("estimator.brace_horizon", -1, 0),
+        ("estimator.gamma", 1.01, 1.0),
+        ("estimator.rfpo_label_fraction", -0.1, 0.0),
+        ("sampling.top_k", 0, 1),
+        ("replay.max_target_age", -1, 0),
+        ("readiness.demote_threshold", 1.5, 1.0),
+        ("engine.max_model_len", 0, None),
+    ],
+)
+def test_ranges_of_the_switches(field, refused, accepted):
+    (problem,) = problems_after({field: refused})
+    assert problem.startswith(f"{field}: found {refused!r}, ")
+    assert problems_after({field: accepted}) == []
+
+
+@pytest.mark.parametrize("field", ["actor.num_minibatches", "engine.publish_every", "engine.block_size"])
+def test_a_zero_divisor_is_a_message_like_any_other(field):
+    assert problems_after({field: 0}) == [f"{field}: found 0, must be > 0"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "starts"),
+    [
+        ({}, []),
+        ({"sampling.audit_fraction": 0.0, "run.checkpoint_every": 0},
+         ["sampling.audit_fraction", "run.checkpoint_every"]),
+        ({"sampling.audit_fraction": 0.0, "sampling.routing": "prefix_grpo"}, []),
+        ({"sampling.cut_grid": 45_001}, ["sampling.cut_grid"]),
+        ({"sampling.cut_grid": 45_001, "sampling.routing": "grpo"}, []),
+        ({"actor.loss": "policy_gradient"}, ["entropy.enabled"]),
+        ({"actor.score_centering.enabled": True, "actor.importance.kind": "token_is"}, ["actor.score_centering"]),
+        ({"actor.importance.high": 2.0}, ["actor.importance.low"]),
+        ({"engine.rounding": "int8"}, ["engine.rounding"]),
+        ({"engine.publish_every": 2}, ["engine.publish_every"]),
+    ],
+)  # fmt: skip
+def test_legal_but_doubtful_choices_get_a_word(changes, starts):
+    config = changed(changes)
+    assert [warning.split()[0] for warning in warnings_for(config)] == starts
+    assert check_config(config) == []
+
+
+def test_the_checked_names_exist():
+    """A check of a renamed field would raise instead of reporting; this runs them all."""
+    config = Config()
+    config.model.path, config.data.train = "m", "t.jsonl"
+    assert check_config(config) == []
+    assert all(is_dataclass(getattr(config, field.name)) or field.name == "megatron" for field in fields(config))
