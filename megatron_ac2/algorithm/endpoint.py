@@ -13,17 +13,20 @@ import numpy as np
 
 from megatron_ac2.algorithm.advantages import critic_target, probe_error
 from megatron_ac2.algorithm.readiness import ErrorRecord
-from megatron_ac2.types import CriticTarget, Grade, Prefix, Stop, UserError, Values
+from megatron_ac2.types import CriticTarget, Grade, Mode, Prefix, Stop, UserError, Values
 
 End = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointValues:
-    value: np.ndarray  # float32[B, G]; 0 where neither mask below holds
+    """G is the size of the largest group; a smaller one is padded at its end, with False in every mask."""
+
+    value: np.ndarray  # float32[B, G]; 0 where neither of the next two masks holds
     valid: np.ndarray  # bool[B, G]: in the actor's loss; False where the critic's answer is invalid
     target_valid: np.ndarray  # bool[B, G]: in the critic's target; also False where the grader failed
     from_critic: np.ndarray  # bool[B, G]: valued by the critic, not by a reward
+    present: np.ndarray  # bool[B, G]: a member, not padding
 
 
 def open_ends(stops: Sequence[Sequence[Stop]]) -> list[End]:
@@ -42,21 +45,19 @@ def endpoint_values(
     critic_ends: Sequence[End],
     critic_values: Values,
 ) -> EndpointValues:
-    """stops [B][G] with equal G; `critic_values` in the order of `critic_ends`.
+    """stops [B][members of the group]; `critic_values` in the order of `critic_ends`.
 
     A chunk that already holds a complete answer may be graded instead of valued. A closed end without a grade held no
     answer: reward 0, and that is known. A failed grader is reward 0 for the actor and unknown for the critic.
-    Raises ValueError for an open end left without a value, a critic value where none belongs, or groups of unequal
-    size; UserError for a reward outside [0, 1].
+    Raises ValueError for an open end left without a value, and for a value or a grade where none belongs; UserError for
+    a reward outside [0, 1].
     """
-    shape = (len(stops), len(stops[0]) if stops else 0)
-    if any(len(group) != shape[1] for group in stops):
-        raise ValueError(f"endpoint_values: groups of unequal size {sorted({len(group) for group in stops})}")
     _check_ends(stops, grades, critic_ends, critic_values)
-    value = np.zeros(shape, dtype=np.float32)
-    valid = np.ones(shape, dtype=bool)
-    target_valid = np.ones(shape, dtype=bool)
-    from_critic = np.zeros(shape, dtype=bool)
+    sizes = np.array([len(group) for group in stops], dtype=np.int64)
+    present = np.arange(sizes.max(initial=0)) < sizes[:, None]
+    value = np.zeros(present.shape, dtype=np.float32)
+    valid, target_valid = present.copy(), present.copy()
+    from_critic = np.zeros_like(present)
     for end, grade in grades.items():
         value[end] = _reward(grade)
         target_valid[end] = grade.valid
@@ -65,7 +66,7 @@ def endpoint_values(
         value[end] = answer if known else 0.0
         valid[end] = target_valid[end] = known
         from_critic[end] = True
-    return EndpointValues(value, valid, target_valid, from_critic)
+    return EndpointValues(value, valid, target_valid, from_critic, present)
 
 
 def critic_books(
@@ -75,26 +76,31 @@ def critic_books(
     *,
     min_valid: int,
     version: int,
+    modes: Sequence[Mode] | None = None,
 ) -> tuple[list[CriticTarget], list[ErrorRecord]]:
     """The step's new critic targets and the critic's errors on them, in the order of the groups.
 
-    prefixes [B] and probes [B] (V(s), one a group) match the rows of `endpoints`. A group that was not replayed, or has
-    fewer than `min_valid` valid values, enters neither list. `version`: of the weights that gave the values.
+    prefixes [B], probes [B] (V(s), one a group) and the groups' modes [B] (None: no audits) match the rows of
+    `endpoints`. A group that was not replayed, or has fewer than `min_valid` valid values, enters neither list; a group
+    of less than `min_valid` members needs all of them. `version`: of the weights that gave the values.
     """
-    if not len(prefixes) == len(probes.value) == len(endpoints.value):
+    modes = ["full"] * len(prefixes) if modes is None else modes
+    if not len(prefixes) == len(probes.value) == len(endpoints.value) == len(modes):
         raise ValueError(
-            f"critic_books: {len(prefixes)} prefixes, {len(probes.value)} probes, {len(endpoints.value)} groups"
+            f"critic_books: {len(prefixes)} prefixes, {len(probes.value)} probes, {len(endpoints.value)} groups, "
+            f"{len(modes)} modes"
         )
     targets, records = [], []
     for b, prefix in enumerate(prefixes):
-        found = critic_target(endpoints.value[b], endpoints.target_valid[b], endpoints.from_critic[b], min_valid)
+        needed = min(min_valid, int(endpoints.present[b].sum()))
+        found = critic_target(endpoints.value[b], endpoints.target_valid[b], endpoints.from_critic[b], needed)
         if not prefix.replayed or found is None:
             continue
         target, tag = found
         probe, probe_valid = float(probes.value[b]), bool(probes.valid[b])
         targets.append(CriticTarget(prefix.problem_id, prefix.response_ids, target, tag, version))
         error = probe_error(probe, probe_valid, target)
-        records.append(ErrorRecord(prefix.problem_id, error, probe, probe_valid, tag))
+        records.append(ErrorRecord(prefix.problem_id, error, probe, probe_valid, tag, modes[b] == "audit"))
     return targets, records
 
 
@@ -104,6 +110,9 @@ def _check_ends(
     if not len(critic_ends) == len(critic_values.value) == len(critic_values.valid):
         raise ValueError(f"endpoint_values: {len(critic_ends)} critic ends, {len(critic_values.value)} critic values")
     is_open, scored = set(open_ends(stops)), set(critic_ends)
+    unknown = sorted(grades.keys() - is_open - set(closed_ends(stops)))
+    if unknown:
+        raise ValueError(f"endpoint_values: grades of no end (group, member) {unknown}")
     if not scored <= is_open or scored & grades.keys():
         raise ValueError("endpoint_values: a critic value for an end that is closed or graded")
     missing = sorted(is_open - scored - grades.keys())

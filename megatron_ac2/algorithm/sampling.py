@@ -1,4 +1,4 @@
-"""Which states a step trains from, and how each is continued (docs/ALGORITHM.md §3, items 2 and 3)."""
+"""Which states a step trains from, and how each is continued (docs/ALGORITHM.md §3, items 1 to 3, and §5)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ from megatron_ac2.types import EMPTY_IDS, Continuation, Mode, Prefix, Trajectory
 # 0.07 * 100 is 7.000000000000001 and 0.29 * 100 is 28.999999999999996: what should be whole must round as if it were.
 _ROUNDING = 1e-9
 ROUTINGS = ("ac2", "prefix_grpo", "grpo")
+
+
+def num_fresh_at(step: int, kind: str, num_fresh: int, stale_every: int) -> int:
+    """Problems rolled out afresh at `step`: a stale replay buffer is filled at once, at each multiple of `stale_every`.
+
+    rolling, correct_only: `num_fresh` at every step. `kind` is replay.kind.
+    """
+    if kind != "stale":
+        return num_fresh
+    return num_fresh * stale_every if step % stale_every == 0 else 0
 
 
 def fresh_prefixes(problem_ids: Sequence[str], num_prefixes: int) -> list[Prefix]:
@@ -79,15 +89,68 @@ def route(
     modes = _modes(prefixes, ready if routing == "ac2" else frozenset(), audit_fraction, rng)
     continuations = []
     for prefix, mode in zip(prefixes, modes):
-        remaining = response_budget - len(prefix.response_ids)
-        if remaining < 1:
-            raise UserError(
-                f"sampling.response_budget: found {response_budget}, but a replayed prefix of problem "
-                f"{prefix.problem_id!r} has {len(prefix.response_ids)} tokens; the budget must be longer"
-            )
+        remaining = _remaining(prefix, response_budget)
         max_new_tokens = min(chunk_len, remaining) if mode == "chunk" else remaining
         continuations.append(Continuation(prefix, mode, group_size, max_new_tokens))
     return continuations
+
+
+def singleton_prefixes(
+    continuations: Sequence[Continuation],
+    by_problem: Mapping[str, Sequence[Trajectory]],
+    cut_grid: int,
+    cut_max_fraction: float,
+    rng: np.random.Generator,
+    *,
+    chunk_len: int,
+    response_budget: int,
+) -> list[Continuation]:
+    """The singleton estimator (arXiv 2609.39247): a chunk group of G becomes G chunks from G prefixes of its problem.
+
+    These stand in their group's place, group_size 1 each. A prefix is a (trajectory, cut) drawn as `choose_prefixes`
+    does; within a group every pair comes once before any twice. Full and audit groups stay as they are. Lengths in
+    tokens; `by_problem` is ReplayBuffer.by_problem(), the same on every rank.
+    Raises ValueError for a chunk of a problem that `by_problem` lacks, UserError for a prefix as long as the budget.
+    """
+    expanded: list[Continuation] = []
+    for continuation in continuations:
+        problem_id = continuation.prefix.problem_id
+        if continuation.mode != "chunk":
+            expanded.append(continuation)
+            continue
+        if problem_id not in by_problem:
+            raise ValueError(f"singleton_prefixes: no stored trajectory of problem {problem_id!r}")
+        trajectories = by_problem[problem_id]
+        for number, cut in _distinct_cuts(trajectories, continuation.group_size, cut_grid, cut_max_fraction, rng):
+            prefix = Prefix(problem_id, trajectories[number].response_ids[:cut].copy(), replayed=True)
+            max_new_tokens = min(chunk_len, _remaining(prefix, response_budget))
+            expanded.append(Continuation(prefix, "chunk", 1, max_new_tokens))
+    return expanded
+
+
+def _distinct_cuts(
+    trajectories: Sequence[Trajectory], count: int, cut_grid: int, cut_max_fraction: float, rng: np.random.Generator
+) -> list[tuple[int, int]]:
+    """`count` pairs (index of a trajectory, cut in tokens): drawn without replacement, anew once all were drawn."""
+    cuts = np.array([num_cuts(len(item.response_ids), cut_grid, cut_max_fraction) for item in trajectories])
+    pairs = [(number, cut_grid * step) for number, num in enumerate(cuts) for step in range(num)]
+    chances = np.repeat(1.0 / (len(cuts) * cuts), cuts)  # trajectory uniform, then cut uniform
+    picked: list[tuple[int, int]] = []
+    while len(picked) < count:
+        size = min(count - len(picked), len(pairs))
+        picked += [pairs[pick] for pick in rng.choice(len(pairs), size, replace=False, p=chances)]
+    return picked
+
+
+def _remaining(prefix: Prefix, response_budget: int) -> int:
+    """Tokens that the budget leaves after the prefix, at least one."""
+    remaining = response_budget - len(prefix.response_ids)
+    if remaining < 1:
+        raise UserError(
+            f"sampling.response_budget: found {response_budget}, but a replayed prefix of problem "
+            f"{prefix.problem_id!r} has {len(prefix.response_ids)} tokens; the budget must be longer"
+        )
+    return remaining
 
 
 def _modes(prefixes: Sequence[Prefix], ready: Set[str], audit_fraction: float, rng: np.random.Generator) -> list[Mode]:

@@ -4,18 +4,23 @@ import json
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_ac2.algorithm.readiness import ErrorRecord, Readiness, errors_by_tag
+from megatron_ac2.types import UserError
 
 BANK = frozenset({"a", "b", "c"})
 
 
-def record(problem_id: str, error: float, value: float = 0.5, valid: bool = True, tag="terminal") -> ErrorRecord:
-    return ErrorRecord(problem_id, error, value, valid, tag)
+def record(
+    problem_id: str, error: float, value: float = 0.5, valid: bool = True, tag="terminal", audit: bool = False
+) -> ErrorRecord:
+    return ErrorRecord(problem_id, error, value, valid, tag, audit)
 
 
-def gate(window: int = 1) -> Readiness:
-    return Readiness(global_threshold=0.20, local_threshold=0.18, window=window)
+def gate(window: int = 1, **options) -> Readiness:
+    return Readiness(global_threshold=0.20, local_threshold=0.18, window=window, **options)
 
 
 def test_all_conditions_met() -> None:
@@ -147,3 +152,130 @@ def test_state_is_plain_and_detached() -> None:
     shorter = gate(window=1)
     shorter.load_state_dict(readiness.state_dict())
     assert shorter.gate_open and shorter.global_error == pytest.approx(0.1)
+
+
+def test_terminal_only_is_blind_to_other_targets() -> None:
+    readiness, local = gate(window=2, kind="terminal_only"), gate(window=2)
+    steps = [
+        [record("a", 0.0, tag="bootstrapped"), record("b", 0.3)],
+        [record("a", 0.0, tag="bootstrapped"), record("c", 0.0, value=0.0)],  # (0.3 + 0) / 2: the gate opens
+    ]
+    for step in steps:
+        newly = readiness.update(step, BANK)
+        local.update(step, BANK)
+    assert newly == [] and local.ready == {"a"}
+    assert readiness.global_error == pytest.approx(0.15) and local.global_error == pytest.approx(0.075)
+    assert readiness.last_error("a") is None
+    # a step without a terminal record is none: the window still holds 0.3 and 0
+    assert readiness.update([record("a", 1.0, tag="mixed"), record("a", 1.0, tag="bootstrapped")], BANK) == []
+    assert readiness.global_error == pytest.approx(0.15)
+    assert readiness.update([record("a", 0.1), record("c", 0.9, tag="mixed")], BANK) == ["a"]
+
+
+def test_terminal_only_takes_a_nonzero_prediction_from_terminal_records_only() -> None:
+    readiness = gate(kind="terminal_only")
+    readiness.update([record("a", 0.0, value=0.5, tag="mixed")], BANK)
+    assert readiness.update([record("a", 0.0, value=0.0)], BANK) == []
+
+
+def test_global_only_opens_for_every_problem_and_for_good() -> None:
+    readiness = gate(window=2, kind="global_only")
+    readiness.update([record("a", 0.9)], frozenset())
+    assert readiness.ready_among(["a", "new"]) == frozenset() and not readiness.all_ready
+    # (0.9 + 3 * 0) / 4 = 0.225, then 3 * 0 and 0.2: open. Own error, prediction and reference do not matter
+    assert readiness.update([record("b", 0.0, value=0.0)] * 3, frozenset()) == []
+    assert readiness.update([record("c", 0.2, valid=True)], frozenset()) == ["a", "b", "c"]
+    assert readiness.all_ready and readiness.ready_among(["a", "new"]) == {"a", "new"}
+    assert readiness.update([record("d", 1.0)] * 9, frozenset()) == ["d"]
+    assert not readiness.gate_open and readiness.ready_among(["e"]) == {"e"}
+
+
+def test_local_readiness_says_nothing_of_unknown_problems() -> None:
+    readiness = gate()
+    readiness.update([record("a", 0.1), record("b", 0.19)], BANK)
+    assert readiness.ready_among(["a", "b", "new"]) == {"a"} and not readiness.all_ready
+
+
+def test_an_audit_may_take_readiness_away() -> None:
+    readiness = gate(demote_threshold=0.3)
+    readiness.update([record("a", 0.1), record("b", 0.1), record("c", 0.1)], BANK)
+    step = [
+        record("a", 0.3, audit=True),  # reaches the threshold
+        record("b", 0.9),  # no audit: its target is the critic's own
+        record("c", 0.29, audit=True),
+        record("d", 0.9, audit=True),  # was not ready
+    ]
+    assert readiness.update(step, BANK) == []
+    assert readiness.demoted == ["a"] and readiness.ready == {"b", "c"}
+    # back by the normal rule, at a later step
+    assert readiness.update([record("a", 0.1, audit=True)], BANK) == ["a"] and readiness.demoted == []
+    readiness.update([record("a", 0.0, valid=False, audit=True)], BANK)  # an invalid probe is as wrong as can be
+    assert readiness.demoted == ["a"]
+    readiness.update([], BANK)
+    assert readiness.demoted == []
+
+
+def test_a_demoted_problem_is_not_ready_again_in_the_same_step() -> None:
+    readiness = gate(demote_threshold=0.3)
+    readiness.update([record("a", 0.1)], BANK)
+    step = [record("a", 0.3, audit=True)] + [record("a", 0.0)] * 2  # the mean, 0.1, would make it ready
+    assert readiness.update(step, BANK) == [] and readiness.demoted == ["a"]
+    assert readiness.update([record("a", 0.1)], BANK) == ["a"]
+
+
+def test_without_a_threshold_nothing_is_demoted() -> None:
+    readiness = gate()
+    readiness.update([record("a", 0.1)], BANK)
+    readiness.update([record("a", 1.0, audit=True)], BANK)
+    assert readiness.ready == {"a"} and readiness.demoted == []
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(UserError, match="readiness.kind: found 'never', accepted: local, global_only, terminal_only"):
+        gate(kind="never")
+    with pytest.raises(UserError, match="readiness.demote_threshold: found 0.3, .* global_only: null"):
+        gate(kind="global_only", demote_threshold=0.3)
+
+
+records_of_a_step = st.lists(
+    st.builds(
+        record,
+        st.sampled_from("abcd"),
+        st.sampled_from([0.0, 0.1, 0.17, 0.3, 0.9]),
+        st.sampled_from([0.0, 0.5]),
+        st.booleans(),
+        st.sampled_from(["terminal", "mixed", "bootstrapped"]),
+        st.booleans(),
+    ),
+    max_size=4,
+)
+options_of_a_gate = st.sampled_from(
+    [{"kind": "local"}, {"kind": "terminal_only"}, {"kind": "global_only"}]
+    + [{"kind": kind, "demote_threshold": 0.3} for kind in ("local", "terminal_only")]
+)
+
+
+@given(st.lists(records_of_a_step, max_size=8), options_of_a_gate, st.integers(1, 3), st.integers(0, 8))
+@settings(deadline=None, derandomize=True)
+def test_the_ready_set_changes_as_update_says_also_after_a_resume(steps, options, window, cut) -> None:
+    readiness = gate(window, **options)
+    for number, step in enumerate(steps):
+        if number == cut:
+            saved = json.loads(json.dumps({**readiness.state_dict(), "steps": []})) | {
+                "steps": readiness.state_dict()["steps"]
+            }
+            readiness = gate(window, **options)
+            readiness.load_state_dict(saved)
+        before, opened = readiness.ready, readiness.all_ready
+        twin = gate(window, **options)
+        twin.load_state_dict(readiness.state_dict())
+        newly = readiness.update(step, BANK)
+        assert newly == twin.update(step, BANK) and repr(twin.state_dict()) == repr(readiness.state_dict())
+        assert not before & set(newly) and set(readiness.demoted) <= before
+        assert readiness.ready == (before - set(readiness.demoted)) | set(newly)
+        assert readiness.all_ready >= opened
+        assert readiness.ready_among("abcdz") == (set("abcdz") if readiness.all_ready else readiness.ready)
+        if "demote_threshold" not in options:
+            assert readiness.ready >= before and not readiness.demoted
+        if options["kind"] != "global_only":
+            assert readiness.ready <= BANK

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_ac2.algorithm.ragged import join_ids, split_ids
 from megatron_ac2.algorithm.replay import ReplayBuffer, TargetBuffer
-from megatron_ac2.types import CriticTarget, Trajectory
+from megatron_ac2.types import CriticTarget, Trajectory, UserError
 
 
 def trajectory(problem_id: str, number: int) -> Trajectory:
@@ -52,6 +52,88 @@ def test_one_add_larger_than_the_capacity() -> None:
     buffer = ReplayBuffer(2)
     buffer.add([trajectory("a", n) for n in range(5)])
     assert [t.version for t in buffer.by_problem()["a"]] == [3, 4]
+
+
+def versions(buffer: ReplayBuffer) -> list[int]:
+    return [item[3] for item in contents(buffer)]
+
+
+def test_a_stale_buffer_is_replaced_whole() -> None:
+    buffer = ReplayBuffer(4, kind="stale")
+    buffer.add([trajectory("a", n) for n in range(4)])
+    buffer.add([])  # the steps between two fillings
+    assert versions(buffer) == [0, 1, 2, 3]
+    buffer.add([trajectory("b", 8), trajectory("c", 9)])
+    assert versions(buffer) == [8, 9]
+
+
+def test_a_stale_batch_must_fit() -> None:
+    buffer = ReplayBuffer(2, kind="stale")
+    buffer.add([trajectory("a", 1)])
+    with pytest.raises(UserError, match="replay.capacity: found 2, but a stale buffer takes 3 trajectories at once"):
+        buffer.add([trajectory("a", n) for n in range(3)])
+    assert versions(buffer) == [1]
+
+
+def test_correct_only_keeps_what_reaches_the_reward() -> None:
+    buffer = ReplayBuffer(2, kind="correct_only", correct_min_reward=0.5)
+    buffer.add([trajectory("a", n) for n in (4, 5, 6, 0)])  # rewards .4, .5, .6, 0
+    assert versions(buffer) == [5, 6]
+    buffer.add([trajectory("b", 1), trajectory("b", 9)])  # a wrong one pushes nothing out
+    assert versions(buffer) == [6, 9]
+    paper = ReplayBuffer(9, kind="correct_only")
+    paper.add([Trajectory("a", np.zeros(1, np.int32), reward, 0) for reward in (0.85, 6 / 7, 1.0)])
+    assert len(paper) == 2
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(UserError, match="replay.kind: found 'lifo', accepted: rolling, stale, correct_only"):
+        ReplayBuffer(4, kind="lifo")
+
+
+@given(
+    kind=st.sampled_from(["rolling", "stale", "correct_only"]),
+    batches=st.lists(st.lists(st.integers(0, 10), max_size=4), max_size=6),
+    cut=st.integers(0, 6),
+)
+@settings(deadline=None, derandomize=True)
+def test_a_resumed_buffer_of_any_kind_goes_on_the_same(kind, batches, cut) -> None:
+    whole = ReplayBuffer(5, kind, correct_min_reward=0.5)
+    buffer = ReplayBuffer(5, kind, correct_min_reward=0.5)
+    for number, batch in enumerate(batches):
+        if number == cut:
+            saved = buffer.state_dict()
+            buffer = ReplayBuffer(5, kind, correct_min_reward=0.5)
+            buffer.load_state_dict(saved)
+        added = [trajectory(f"p{n % 3}", n) for n in batch]
+        whole.add(added)
+        buffer.add(added)
+        assert contents(buffer) == contents(whole) and len(whole) <= 5
+    flat = [n for batch in batches for n in batch]
+    kept = {
+        "rolling": flat[-5:],
+        "stale": next((batch for batch in reversed(batches) if batch), []),
+        "correct_only": [n for n in flat if n >= 5][-5:],
+    }
+    assert versions(whole) == kept[kind]
+
+
+def test_a_smaller_capacity_loads_the_newest_of_a_stale_batch() -> None:
+    buffer, smaller = ReplayBuffer(5, "stale"), ReplayBuffer(2, "stale")
+    buffer.add([trajectory("a", n) for n in range(5)])
+    smaller.load_state_dict(buffer.state_dict())
+    assert versions(smaller) == [3, 4]
+
+
+def test_old_targets_are_dropped() -> None:
+    buffer = TargetBuffer(6)
+    buffer.add([target(n) for n in (3, 1, 2, 3, 0)])
+    assert buffer.drop_older_than(2) == 2  # versions 1 and 0
+    assert [item[4] for item in contents(buffer)] == [3, 2, 3]
+    assert buffer.drop_older_than(2) == 0
+    buffer.add([target(n) for n in range(4, 8)])  # the capacity holds, and the oldest go first
+    assert [item[4] for item in contents(buffer)] == [2, 3, 4, 5, 6, 7]
+    assert buffer.drop_older_than(99) == 6 and len(buffer) == 0
 
 
 def test_target_sample_is_without_replacement_and_uniform() -> None:

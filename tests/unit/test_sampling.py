@@ -7,9 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ac2.algorithm.sampling import choose_prefixes, fresh_prefixes, num_cuts, route
+from megatron_ac2.algorithm.sampling import (
+    choose_prefixes,
+    fresh_prefixes,
+    num_cuts,
+    num_fresh_at,
+    route,
+    singleton_prefixes,
+)
 from megatron_ac2.random_streams import stream
-from megatron_ac2.types import Prefix, Trajectory, UserError
+from megatron_ac2.types import Continuation, Prefix, Trajectory, UserError
 
 
 def trajectory(problem_id: str, length: int, first: int = 0) -> Trajectory:
@@ -181,3 +188,104 @@ def test_bad_input_is_refused() -> None:
         routed([prefix("a", 50)], frozenset())
     with pytest.raises(ValueError, match="bare problems"):
         routed([prefix("a", 10)], frozenset(), routing="grpo")
+
+
+def test_number_of_fresh_problems() -> None:
+    # the paper's stale buffer: 1,920 rollouts every 10 steps
+    assert [num_fresh_at(step, "stale", 192, 10) for step in (0, 1, 9, 10, 11, 20)] == [1920, 0, 0, 1920, 0, 1920]
+    assert [num_fresh_at(step, "stale", 5, 1) for step in range(3)] == [5, 5, 5]
+    for kind in ("rolling", "correct_only"):
+        assert [num_fresh_at(step, kind, 192, 10) for step in (0, 1, 10)] == [192, 192, 192]
+
+
+def singletons(continuations, buffer, grid=10, fraction=0.9, chunk_len=10, budget=50, seed=0):
+    rng = np.random.default_rng(seed)
+    return singleton_prefixes(continuations, buffer, grid, fraction, rng, chunk_len=chunk_len, response_budget=budget)
+
+
+def chunk_slot(problem_id: str, group_size: int) -> Continuation:
+    return Continuation(prefix(problem_id, 10), "chunk", group_size, 10)
+
+
+def test_a_chunk_group_becomes_chunks_from_as_many_prefixes() -> None:
+    buffer = {"a": [trajectory("a", 45, first=100), trajectory("a", 23, first=500)], "b": [trajectory("b", 9)]}
+    full = Continuation(prefix("b", 0), "full", 3, 50)
+    audit = Continuation(prefix("a", 20), "audit", 3, 30)
+    first, *members, last = singletons([full, chunk_slot("a", 6), audit], buffer)
+    assert first is full and last is audit
+    assert [(c.mode, c.group_size, c.prefix.problem_id, c.prefix.replayed) for c in members] == [
+        ("chunk", 1, "a", True)
+    ] * 6
+    # cuts 0 to 40 of the first, 0 to 20 of the second
+    starts = {
+        (int(c.prefix.response_ids[0]), len(c.prefix.response_ids)) for c in members if len(c.prefix.response_ids)
+    }
+    assert starts <= {(100, cut) for cut in (10, 20, 30, 40)} | {(500, cut) for cut in (10, 20)}
+    assert len(starts) >= 4  # of 6 pairs at most two have an empty prefix
+
+
+def test_pairs_come_once_before_any_twice() -> None:
+    buffer = {"a": [trajectory("a", 25, first=1), trajectory("a", 12, first=501)]}  # cuts 0, 10, 20 and 0, 10
+    for seed in range(20):
+        members = singletons([chunk_slot("a", 12)], buffer, seed=seed)
+        names = [tuple(c.prefix.response_ids[[0, -1]]) if len(c.prefix.response_ids) else () for c in members]
+        for chunk in (names[:5], names[5:10]):
+            assert Counter(chunk) == Counter({(): 2, (1, 10): 1, (1, 20): 1, (501, 510): 1})
+        assert len(names) == 12
+
+
+def test_a_singleton_is_drawn_as_a_slot_is() -> None:
+    # trajectory uniform, then cut uniform: 1/2 * 1/5 for each cut of the long one, 1/2 for the short one's only cut
+    buffer = {"a": [trajectory("a", 45, first=1), trajectory("a", 5, first=501)]}
+    members = singletons([chunk_slot("a", 1)] * 4000, buffer)
+    cuts = Counter(len(c.prefix.response_ids) for c in members)
+    assert abs(cuts[0] - 2400) < 130  # 4 standard deviations
+    assert all(abs(cuts[cut] - 400) < 80 for cut in (10, 20, 30, 40))
+
+
+def test_each_singleton_has_its_own_limit() -> None:
+    members = singletons([chunk_slot("a", 5)], {"a": [trajectory("a", 45)]}, chunk_len=10, budget=45)
+    assert {len(c.prefix.response_ids): c.max_new_tokens for c in members} == {0: 10, 10: 10, 20: 10, 30: 10, 40: 5}
+
+
+def test_without_a_chunk_nothing_changes() -> None:
+    slots = routed([prefix("a", 20), prefix("b", 0)], frozenset())
+    assert singletons(slots, {}) == slots and singletons([], {}) == []
+
+
+def test_singletons_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="no stored trajectory of problem 'b'"):
+        singletons([chunk_slot("b", 2)], {"a": [trajectory("a", 45)]})
+    with pytest.raises(UserError, match="sampling.response_budget: found 40, but a replayed prefix of problem 'a'"):
+        singletons([chunk_slot("a", 5)], {"a": [trajectory("a", 45)]}, budget=40)
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=3), min_size=1, max_size=4),
+    flags=st.lists(st.booleans(), min_size=4, max_size=4),
+    group_size=st.integers(1, 8),
+    grid=st.integers(1, 20),
+    fraction=st.sampled_from([0.0, 0.3, 0.9]),
+    chunk_len=st.integers(1, 30),
+    seed=st.integers(0, 100),
+)
+@settings(deadline=None, derandomize=True)
+def test_singleton_invariants(lengths, flags, group_size, grid, fraction, chunk_len, seed) -> None:
+    buffer = {f"p{i}": [trajectory(f"p{i}", n, 100 * k) for k, n in enumerate(own)] for i, own in enumerate(lengths)}
+    slots = choose_prefixes(buffer, 6, grid, fraction, np.random.default_rng(seed))
+    ready = {name for name, flag in zip(buffer, flags) if flag}
+    routes = routed(slots, ready, chunk_len=chunk_len, response_budget=60, group_size=group_size)
+    found = singletons(routes, buffer, grid, fraction, chunk_len, 60, seed)
+    assert sum(c.group_size for c in found) == sum(c.group_size for c in routes)
+    assert [c for c in found if c.mode != "chunk"] == [c for c in routes if c.mode != "chunk"]
+    for c in found:
+        ids, own = c.prefix.response_ids, buffer[c.prefix.problem_id]
+        assert len(ids) % grid == 0
+        assert any(
+            len(ids) <= fraction * len(t.response_ids) and (ids == t.response_ids[: len(ids)]).all() for t in own
+        )
+        remaining = 60 - len(ids)
+        assert c.max_new_tokens == (min(chunk_len, remaining) if c.mode == "chunk" else remaining) >= 1
+        assert c.mode != "chunk" or c.group_size == 1
+    again = singletons(routes, buffer, grid, fraction, chunk_len, 60, seed)
+    assert [c.prefix.response_ids.tolist() for c in again] == [c.prefix.response_ids.tolist() for c in found]
