@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,14 +29,14 @@ CHOICES = {
     "readiness.kind": ("local", "global_only", "terminal_only"),
     "engine.rounding": ("none", "fp8_e4m3", "int8"),
 }  # fmt: skip
-# In all three, a field that is null is left alone.
+# A field that is null has no range.
 _POSITIVE = (
     "run.num_steps", "run.keep_checkpoints", "run.timeout_minutes", "parallel.tensor", "parallel.pipeline",
     "actor.num_minibatches", "actor.max_tokens_per_microbatch", "actor.optimizer.lr", "actor.asympo_floor",
     "actor.score_centering.top_k", "critic.optimizer.lr", "critic.batch_size", "critic.updates_per_step",
     "critic.max_tokens_per_microbatch", "critic.max_value_tokens", "critic.value_clip", "critic.nstep_max",
     "critic.snapshot_every", "critic.max_context_len", "estimator.brace_rho_max", "estimator.brace_c_max",
-    "estimator.brace_product_max", "estimator.rfpo_num_labelled", "sampling.num_fresh", "sampling.num_prefixes",
+    "estimator.rfpo_num_labelled", "sampling.num_fresh", "sampling.num_prefixes",
     "sampling.group_size", "sampling.response_budget", "sampling.chunk_len", "sampling.cut_grid",
     "sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.dynamic_max_rounds", "replay.stale_every",
     "replay.capacity", "replay.target_capacity", "replay.min_valid_for_target", "readiness.window",
@@ -43,19 +44,20 @@ _POSITIVE = (
     "engine.publish_every", "evaluation.num_problems", "evaluation.samples_per_problem", "data.grading_timeout",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "run.checkpoint_every", "actor.clip_high", "actor.entropy_bonus", "actor.importance.low", "actor.importance.high",
-    "actor.reference_kl.coefficient", "estimator.brace_horizon", "sampling.overlong_cache", "replay.max_target_age",
+    "run.checkpoint_every", "actor.clip_high", "actor.entropy_bonus", "actor.reference_kl.coefficient",
+    "estimator.brace_horizon", "sampling.overlong_cache", "replay.max_target_age",
     "evaluation.every", "evaluation.temperature",
 )  # fmt: skip
+_AT_LEAST_ONE = ("actor.importance.high", "estimator.brace_product_max")
 _FRACTIONS = (
-    "actor.clip_low", "estimator.gamma", "estimator.gae_lambda", "estimator.brace_lambda",
+    "actor.clip_low", "actor.importance.low", "estimator.gamma", "estimator.gae_lambda", "estimator.brace_lambda",
     "estimator.rfpo_label_fraction", "sampling.audit_fraction", "sampling.cut_max_fraction", "sampling.top_p",
     "replay.correct_min_reward", "readiness.demote_threshold", "readiness.reference_min_reward",
     "engine.gpu_memory_utilization",
 )  # fmt: skip
-RATIO_LOSSES = ("ppo", "cispo", "gspo")
+_RATIO_LOSSES = ("ppo", "cispo", "gspo")
 _TOKEN_ESTIMATORS = ("gae", "brace", "rfpo")
-_CENTERED_WEIGHTS = ("none", "token_is", "token_tis", "token_mis")
+_TOKEN_WEIGHTS = ("none", "token_is", "token_tis", "token_mis")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +81,27 @@ def _entropy_range(c: Config) -> tuple[float, float]:
     return (c.entropy.k_min, c.entropy.k_max) if c.entropy.enabled else (0.0, 0.0)
 
 
+def _weighs_for_engine(c: Config) -> bool:
+    return c.actor.anchor == "behavior" and c.actor.loss in _RATIO_LOSSES
+
+
+def _has_bounds(c: Config) -> bool:
+    return c.actor.importance.kind not in ("none", "token_is")
+
+
+def _plain_grpo(c: Config) -> bool:
+    return c.sampling.routing == "grpo" and c.estimator.kind == "group"
+
+
 _PUBLISH = "must be a multiple of engine.publish_every ({c.engine.publish_every}): "
 RULES = (
     Rule("run.num_steps", lambda c: _off_beat(c.run.num_steps, c), _PUBLISH + "a run ends with the newest weights"),
     Rule("run.checkpoint_every", lambda c: _off_beat(c.run.checkpoint_every, c),
          _PUBLISH + "a resumed run samples from its checkpoint's weights"),
     Rule("evaluation.every", lambda c: _off_beat(c.evaluation.every, c), _PUBLISH + "an evaluation sees the newest"),
-    Rule("data.reward_range", lambda c: not c.data.reward_range[0] < c.data.reward_range[1],
-         "the first must be below the second"),
+    Rule("data.reward_range",
+         lambda c: not -math.inf < c.data.reward_range[0] < c.data.reward_range[1] < math.inf,
+         "accepted: two finite numbers, the smaller one first"),
     # sampling
     Rule("sampling.chunk_len", lambda c: c.sampling.chunk_len > c.sampling.response_budget,
          "longer than sampling.response_budget ({c.sampling.response_budget}); a chunk must fit into the budget"),
@@ -115,28 +130,34 @@ RULES = (
          lambda c: c.readiness.demote_threshold is not None and c.sampling.audit_fraction == 0,
          "but sampling.audit_fraction 0 makes no audit that could demote a problem; set null"),
     # actor
-    Rule("actor.clip_high", lambda c: c.actor.loss in RATIO_LOSSES and c.actor.clip_high + _entropy_range(c)[0] < 0,
+    Rule("actor.clip_low", lambda c: c.actor.loss in ("ppo", "gspo") and c.actor.clip_low == 1,
+         "must be below 1 with actor.loss {c.actor.loss}"),
+    Rule("actor.clip_high", lambda c: c.actor.loss in _RATIO_LOSSES and c.actor.clip_high + _entropy_range(c)[0] < 0,
          "below 0 with entropy.k_min ({c.entropy.k_min}) added"),
     Rule("actor.dual_clip",
          lambda c: (c.actor.loss == "ppo" and c.actor.dual_clip is not None
                     and c.actor.dual_clip <= 1 + c.actor.clip_high + _entropy_range(c)[1]),
-         "must be above 1 + actor.clip_high ({c.actor.clip_high}) + entropy.k_max ({c.entropy.k_max}, where enabled)"),
+         "must be null, or above 1 + actor.clip_high ({c.actor.clip_high}) + what entropy control may add to it"),
     Rule("actor.aggregation", lambda c: c.actor.loss == "asympo" and c.actor.aggregation != "sequence_mean",
          "actor.loss asympo averages by response; set sequence_mean"),
+    Rule("actor.anchor", lambda c: c.actor.anchor == "behavior" and c.actor.loss in ("policy_gradient", "asympo"),
+         "but actor.loss {c.actor.loss} takes no ratio; set proximal"),
     Rule("actor.importance.kind", lambda c: c.actor.loss == "asympo" and c.actor.importance.kind != "none",
-         "actor.loss asympo reads no behaviour log-probs; set none"),
-    Rule("actor.importance.kind", lambda c: c.actor.anchor == "behavior" and c.actor.importance.kind != "none",
-         "actor.anchor behavior has the engine's probabilities in its ratio already; set one of the two"),
-    Rule("actor.importance.low",
-         lambda c: None not in (c.actor.importance.low, c.actor.importance.high)
-         and c.actor.importance.low > c.actor.importance.high,
-         "above actor.importance.high ({c.actor.importance.high})"),
+         "but actor.loss asympo reads no engine log-probs; set none"),
+    Rule("actor.importance.kind", lambda c: _weighs_for_engine(c) and c.actor.importance.kind != "none",
+         "but with actor.anchor behavior the loss's own ratio is against the engine already; set one of the two"),
+    Rule("actor.importance.low", lambda c: c.actor.importance.low is not None and not _has_bounds(c),
+         "but actor.importance.kind {c.actor.importance.kind} has no bounds; set null"),
+    Rule("actor.importance.high", lambda c: c.actor.importance.high is not None and not _has_bounds(c),
+         "but actor.importance.kind {c.actor.importance.kind} has no bounds; set null"),
     Rule("actor.score_centering.enabled",
          lambda c: c.actor.score_centering.enabled and c.actor.loss in ("gspo", "asympo"),
          "needs a loss by token, actor.loss policy_gradient, ppo or cispo (found {c.actor.loss})"),
+    Rule("actor.score_centering.enabled", lambda c: c.actor.score_centering.enabled and _weighs_for_engine(c),
+         "but with actor.anchor behavior the loss's own ratio weighs for the engine already; set proximal"),
     Rule("actor.score_centering.enabled",
-         lambda c: c.actor.score_centering.enabled and c.actor.importance.kind not in _CENTERED_WEIGHTS,
-         f"needs a weight by token, actor.importance.kind {', '.join(_CENTERED_WEIGHTS)} "
+         lambda c: c.actor.score_centering.enabled and c.actor.importance.kind not in _TOKEN_WEIGHTS,
+         f"needs a weight by token, actor.importance.kind {', '.join(_TOKEN_WEIGHTS)} "
          "(found {c.actor.importance.kind})"),
     Rule("actor.score_centering.top_k",
          lambda c: c.actor.score_centering.enabled and c.actor.score_centering.top_k < (c.sampling.top_k or 0),
@@ -173,10 +194,6 @@ RULES = (
 )  # fmt: skip
 
 
-def _plain_grpo(c: Config) -> bool:
-    return c.sampling.routing == "grpo" and c.estimator.kind == "group"
-
-
 def get(config: Any, key: str) -> Any:
     """`get(config, "actor.optimizer.lr")`."""
     for part in key.split("."):
@@ -193,7 +210,8 @@ def check_config(config: Config) -> list[str]:
     ]
     ranges: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
         (_POSITIVE, lambda value: value > 0, "must be > 0"),
-        (_NOT_NEGATIVE, lambda value: value >= 0, "must be >= 0"),
+        (_NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "must be >= 0 and finite"),
+        (_AT_LEAST_ONE, lambda value: value >= 1, "must be >= 1"),
         (_FRACTIONS, lambda value: 0 <= value <= 1, "accepted: 0 to 1"),
     )
     problems += [
@@ -219,8 +237,6 @@ def warnings_for(config: Config) -> list[str]:
          f"entropy.enabled moves actor.clip_high, of which actor.loss {actor.loss} makes no use"),
         (actor.score_centering.enabled and actor.importance.kind == "token_is",
          "actor.score_centering vanishes under actor.importance.kind token_is, which leaves no drift to cancel"),
-        (actor.importance.kind == "none" and (actor.importance.low, actor.importance.high) != (None, None),
-         "actor.importance.low and high bound nothing while actor.importance.kind is none"),
         (engine.rounding != "none",
          f"engine.rounding is {engine.rounding}: the engine samples from weights other than the trainer's, on purpose"),
         (engine.publish_every > 1 and sampling.routing == "ac2" and config.critic.kind == "generative",

@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
+from megatron_ac2.algorithm.objective import PolicyObjective, objective_problems
 from megatron_ac2.config import Config
 from megatron_ac2.config_checks import CHOICES, RULES, check_config, get, warnings_for
 
@@ -66,9 +67,13 @@ COMBINATIONS = [
      {"actor.importance.kind": "none"}),
     ("actor.importance.kind", {"actor.anchor": "behavior", "actor.importance.kind": "token_tis"},
      {"actor.anchor": "proximal"}),
-    ("actor.importance.low",
-     {"actor.importance.kind": "token_mis", "actor.importance.low": 3.0, "actor.importance.high": 2.0},
-     {"actor.importance.low": 2.0}),
+    ("actor.clip_low", {"actor.clip_low": 1.0}, {"actor.loss": "cispo"}),
+    ("actor.anchor", {"actor.loss": "policy_gradient", "actor.anchor": "behavior"}, {"actor.loss": "cispo"}),
+    ("actor.importance.low", {"actor.importance.low": 0.5}, {"actor.importance.kind": "token_mis"}),
+    ("actor.importance.high", {"actor.importance.kind": "token_is", "actor.importance.high": 2.0},
+     {"actor.importance.kind": "sequence_tis"}),
+    ("actor.score_centering.enabled", {"actor.score_centering.enabled": True, "actor.anchor": "behavior"},
+     {"actor.anchor": "proximal"}),
     ("actor.score_centering.enabled", {"actor.score_centering.enabled": True, "actor.loss": "gspo"},
      {"actor.loss": "ppo"}),
     ("actor.score_centering.enabled",
@@ -114,8 +119,9 @@ def test_every_rule_about_new_switches_has_a_combination_above():
     ("field", "refused", "accepted"),
     [
         ("actor.entropy_bonus", -0.1, 0.0),
-        ("actor.clip_low", 1.1, 1.0),
-        ("actor.importance.high", -1.0, None),
+        ("actor.entropy_bonus", float("inf"), 1.0),
+        ("actor.clip_low", 1.1, 0.99),
+        ("estimator.brace_product_max", 0.9, 1.0),
         ("critic.value_clip", 0.0, None),
         ("estimator.brace_horizon", -1, 0),
         ("estimator.gamma", 1.01, 1.0),
@@ -148,7 +154,6 @@ def test_a_zero_divisor_is_a_message_like_any_other(field):
         ({"sampling.cut_grid": 45_001, "sampling.routing": "grpo"}, []),
         ({"actor.loss": "policy_gradient"}, ["entropy.enabled"]),
         ({"actor.score_centering.enabled": True, "actor.importance.kind": "token_is"}, ["actor.score_centering"]),
-        ({"actor.importance.high": 2.0}, ["actor.importance.low"]),
         ({"engine.rounding": "int8"}, ["engine.rounding"]),
         ({"engine.publish_every": 2}, ["engine.publish_every"]),
     ],
@@ -165,3 +170,43 @@ def test_the_checked_names_exist():
     config.model.path, config.data.train = "m", "t.jsonl"
     assert check_config(config) == []
     assert all(is_dataclass(getattr(config, field.name)) or field.name == "megatron" for field in fields(config))
+
+
+ACTORS = [
+    {"actor.loss": loss, "actor.anchor": anchor, "actor.importance.kind": kind, "actor.importance.low": low,
+     "actor.importance.high": high, "actor.score_centering.enabled": centered}
+    for loss in CHOICES["actor.loss"]
+    for anchor in CHOICES["actor.anchor"]
+    for kind in CHOICES["actor.importance.kind"]
+    for low, high in [(None, None), (0.5, 2.0), (1.5, None), (None, 0.5)]
+    for centered in (False, True)
+]  # fmt: skip
+BOUNDS = [
+    {"actor.loss": loss, "actor.clip_low": low, "actor.clip_high": high, "actor.dual_clip": dual}
+    for loss in CHOICES["actor.loss"]
+    for low in (-0.1, 0.0, 0.2, 1.0, 1.1)
+    for high in (-0.1, 0.0, 0.28)
+    for dual in (None, 1.0, 1.28, 1.3)
+]
+
+
+@pytest.mark.parametrize("actors", [ACTORS, BOUNDS], ids=["parts", "bounds"])
+def test_the_objective_refuses_what_the_configuration_refuses(actors):
+    """Two statements of one rule, for the objective is used without a configuration too: they name the same fields."""
+    for changes in actors:
+        config = changed(changes | {"entropy.enabled": False, "actor.aggregation": "sequence_mean"})
+        actor = config.actor
+        objective = PolicyObjective(
+            loss=actor.loss, anchor=actor.anchor, clip_low=actor.clip_low, clip_high=actor.clip_high,
+            dual_clip=actor.dual_clip, importance_kind=actor.importance.kind, importance_low=actor.importance.low,
+            importance_high=actor.importance.high, score_centering=actor.score_centering.enabled,
+        )  # fmt: skip
+        named = {problem.split(":")[0] for problem in check_config(config)}
+        if actor.loss == "gspo" and actor.score_centering.enabled:  # the configuration alone refuses it
+            named.discard("actor.score_centering.enabled")
+        if actor.loss not in ("ppo", "cispo", "gspo"):  # a range is a range, also of bounds that are not used
+            named -= {"actor.clip_low", "actor.clip_high"}
+        expected = {problem.split(":")[0] for problem in objective_problems(objective)}
+        if actor.loss == "gspo":
+            expected.discard("actor.score_centering.enabled")
+        assert named == expected, changes

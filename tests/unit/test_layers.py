@@ -21,6 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 )
 TOP = len(LAYERS)  # every other module at the top level is a part of an entry point
 LIGHT = ("algorithm", "data")
+MAX_FUNCTION_LINES = 40  # of the algorithm, docstring included
 
 
 def part_of(module: str) -> str:
@@ -96,6 +97,38 @@ def test_algorithm_and_data_load_neither_megatron_nor_vllm():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"
+
+
+ALGORITHM = [name for name in modules() if name != PACKAGE.name and part_of(name) == "algorithm"]
+
+
+def function_lengths(tree: ast.AST) -> dict[str, int]:
+    """Lines of every function, from its `def` to its end, wherever it stands."""
+    return {
+        f"{node.name}, line {node.lineno}": node.end_lineno - node.lineno + 1
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+
+
+@pytest.mark.parametrize("module", ALGORITHM)
+def test_every_function_of_the_algorithm_is_short(module):
+    lengths = function_lengths(ast.parse(modules()[module].read_text()))
+    too_long = {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES}
+    assert not too_long, f"{modules()[module]}: {too_long}"
+
+
+@pytest.mark.parametrize("module", ALGORITHM)
+def test_the_algorithm_reads_no_configuration(module):
+    """It takes tensors and plain values: layer 0 would let it import the configuration, this does not."""
+    named = {name.split(".")[1] for name in internal(module, modules()[module])}
+    assert not named & {"config", "config_checks", "config_file"}
+
+
+def test_lengths_are_measured():
+    code = "def long():\n    'words'\n    def inner():\n        pass\n    return 1\n"
+    assert function_lengths(ast.parse(code)) == {"long, line 1": 5, "inner, line 3": 2}
+    assert len(ALGORITHM) > 10
 
 
 def test_the_rules_refuse_what_they_should():
