@@ -82,6 +82,11 @@ def value_ids(tokenizer: PreTrainedTokenizerBase, value: float) -> np.ndarray:
     return np.array([*ids, tokenizer.eos_token_id], dtype=np.int32)
 
 
+def grid_replies(tokenizer: PreTrainedTokenizerBase) -> dict[float, np.ndarray]:
+    """Value on the grid -> its reply's ids without the end of turn: int32[N]."""
+    return {value: value_ids(tokenizer, value)[:-1] for value in GRID}
+
+
 def parse_value(text: str) -> tuple[float, bool]:
     """(value, valid) of a reply that begins with a number on the grid {0, .1, ..., 1}, however written.
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_ac2.config import EngineConfig
 from megatron_ac2.engine.environment import preserved_process, preserved_random_state, quiet, set_environment
-from megatron_ac2.engine.requests import check_requests, divide_requests, merge_shares, pack_samples
+from megatron_ac2.engine.requests import check_requests, divide_requests, merge_shares, pack_samples, to_sample
 from megatron_ac2.parallel.collectives import gather_objects
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.types import Sample, SampleRequest, UserError
@@ -77,14 +77,17 @@ class ColocatedEngine:
     def sample(self, requests: Sequence[SampleRequest], progress: Progress | None = None) -> list[Sample]:
         """One sample a request, in order, the same list on every rank.
 
-        Log-probs are over the whole vocabulary at the request's temperature; temperature 0 is greedy, its log-probs
-        those of temperature 1. `top_ids` are exactly the k most likely tokens, sorted; the sampled one may be another.
-        A request too long for `max_model_len` raises `UserError` before any is run.
+        Log-probs are over what top-k and then top-p left of the vocabulary, at the request's temperature; temperature 0
+        is greedy and knows no filter, its log-probs those of temperature 1. `top_ids` are exactly the k most likely
+        tokens, sorted; without a top-k filter the sampled one may be another. Behind what the filter left they are
+        arbitrary ids at -inf. vLLM keeps every token tied with the top_k-th, so log-probs of half precision models may
+        be over a few more than top_k: ask for `num_top_logprobs` above `top_k` where every one of them counts.
+        A request that the engine could not answer raises `UserError` before any is run.
         """
         if self._unusable or self._asleep is not None:
             reason = self._unusable or "it is asleep; call wake or load_weights"
             raise RuntimeError(f"the engine cannot sample: {reason}")
-        check_requests(requests, self.max_model_len)
+        check_requests(requests, self.max_model_len, self._llm.llm_engine.model_config.get_vocab_size())
         share = divide_requests(requests, self._num_replicas)[self._replica]
         error, mine, stats = None, {}, CallStats()
         try:
@@ -159,7 +162,7 @@ class ColocatedEngine:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 index = int(output.request_id)
-                samples[index] = _to_sample(output.outputs[0], requests[index].num_top_logprobs, self.version)
+                samples[index] = to_sample(output.outputs[0], requests[index], self.version)
                 num_prompt += len(requests[index].prompt_ids)
                 num_cached += output.num_cached_tokens or 0
                 num_new += len(samples[index].token_ids)
@@ -173,6 +176,8 @@ class ColocatedEngine:
 
         return SamplingParams(
             temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
             max_tokens=request.max_new_tokens,
             seed=request.seed,
             logprobs=request.num_top_logprobs,
@@ -182,24 +187,6 @@ class ColocatedEngine:
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-
-
-def _to_sample(completion: Any, num_top: int, version: int) -> Sample:
-    """vLLM's completion -> arrays. Its log-probs hold, a position, the sampled token and then the k most likely."""
-    token_ids = np.array(completion.token_ids, dtype=np.int32)
-    shape = (len(token_ids), 1 + num_top)
-    ids = np.array(completion.logprobs.token_ids, dtype=np.int32).reshape(shape)
-    logprobs = np.array(completion.logprobs.logprobs, dtype=np.float32).reshape(shape)
-    if completion.finish_reason not in ("stop", "length") or not np.array_equal(ids[:, 0], token_ids):
-        raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r} after {len(token_ids)} tokens")
-    return Sample(
-        token_ids=token_ids,
-        logprobs=logprobs[:, 0].copy(),
-        versions=np.full(len(token_ids), version, dtype=np.int32),
-        finish=completion.finish_reason,
-        top_ids=ids[:, 1:].copy() if num_top else None,
-        top_logprobs=logprobs[:, 1:].copy() if num_top else None,
-    )
 
 
 def _arguments(engine: EngineConfig, topology: Topology, max_model_len: int) -> dict[str, Any]:

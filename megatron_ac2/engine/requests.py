@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,9 +11,10 @@ from megatron_ac2.types import Sample, SampleRequest, UserError
 
 Packed = dict[str, np.ndarray]
 _FINISHES = ("stop", "length")
+_LONGEST_TAIL = 8  # tokens
 
 
-def check_requests(requests: Sequence[SampleRequest], max_model_len: int) -> None:
+def check_requests(requests: Sequence[SampleRequest], max_model_len: int, vocab_size: int) -> None:
     """Raise `UserError` naming every request that the engine could not answer, before any of them runs."""
     problems = []
     for index, request in enumerate(requests):
@@ -26,21 +28,30 @@ def check_requests(requests: Sequence[SampleRequest], max_model_len: int) -> Non
                 f"request {index}: {prompt_len} prompt tokens + max_new_tokens {new} = {prompt_len + new}, "
                 f"more than engine.max_model_len ({max_model_len})"
             )
-        if request.temperature < 0 or request.num_top_logprobs < 0:
-            problems.append(
-                f"request {index}: found temperature {request.temperature} and num_top_logprobs "
-                f"{request.num_top_logprobs}; both must be >= 0"
-            )
+        problems += [f"request {index}: {problem}" for problem in _sampling_problems(request, vocab_size)]
     if problems:
         shown = problems[:10]
         raise UserError(shown + [f"... and {len(problems) - 10} more requests"] * (len(problems) > 10))
 
 
+def _sampling_problems(request: SampleRequest, vocab_size: int) -> Iterator[str]:
+    """Conditions that a NaN does not meet either."""
+    if not request.temperature >= 0:
+        yield f"found temperature {request.temperature}; must be >= 0"
+    if not 0 <= request.num_top_logprobs <= vocab_size:
+        yield f"found num_top_logprobs {request.num_top_logprobs}; must be in [0, {vocab_size}], the vocabulary's size"
+    if not 0 < request.top_p <= 1:
+        yield f"found top_p {request.top_p}; must be in (0, 1]"
+    if request.top_k < 0:
+        yield f"found top_k {request.top_k}; must be >= 0, where 0 is the whole vocabulary"
+
+
 def divide_requests(requests: Sequence[SampleRequest], num_replicas: int) -> list[list[int]]:
     """[replica][request index]: longest groups first, each to the replica with the fewest new tokens to come.
 
-    Requests of one prompt stay together, for the second finds the first one's prompt in the prefix cache; a group
-    larger than a replica's fair share is cut. Equal loads are told apart by prompt length, then by order.
+    Requests of one prompt stay together, for the second finds the first one's prompt in the prefix cache, and so do
+    prompts that go on for a few tokens more; a group larger than a replica's fair share is cut. Equal loads are told
+    apart by prompt length, then by order.
     """
     groups = _groups(requests, num_replicas)
     load = [(0, 0, replica) for replica in range(num_replicas)]  # (new tokens, prompt tokens, replica)
@@ -54,12 +65,9 @@ def divide_requests(requests: Sequence[SampleRequest], num_replicas: int) -> lis
 
 def _groups(requests: Sequence[SampleRequest], num_replicas: int) -> list[tuple[int, int, list[int]]]:
     """(new tokens, prompt length, request indices) of each prompt, none above a replica's fair share."""
-    by_prompt: dict[bytes, list[int]] = {}
-    for index, request in enumerate(requests):
-        by_prompt.setdefault(np.asarray(request.prompt_ids, dtype=np.int32).tobytes(), []).append(index)
     fair_share = sum(request.max_new_tokens for request in requests) / num_replicas
     groups = []
-    for members in by_prompt.values():
+    for members in _by_prompt(requests):
         prompt_len = len(requests[members[0]].prompt_ids)
         piece: list[int] = []
         new_tokens = 0
@@ -71,6 +79,48 @@ def _groups(requests: Sequence[SampleRequest], num_replicas: int) -> list[tuple[
             new_tokens += requests[index].max_new_tokens
         groups.append((new_tokens, prompt_len, piece))
     return groups
+
+
+def _by_prompt(requests: Sequence[SampleRequest]) -> list[list[int]]:
+    """Request indices that share a prompt but for a few tokens more: a critic's questions about one state differ so."""
+    members: dict[bytes, list[int]] = {}
+    for index, request in enumerate(requests):
+        members.setdefault(np.asarray(request.prompt_ids, dtype=">u4").tobytes(), []).append(index)
+    shared: list[tuple[bytes, list[int]]] = []
+    for prompt, indices in sorted(members.items()):
+        start = shared[-1][0] if shared else None
+        if start is not None and prompt.startswith(start) and len(prompt) - len(start) <= 4 * _LONGEST_TAIL:
+            shared[-1][1].extend(indices)
+        else:
+            shared.append((prompt, indices))
+    return [sorted(indices) for _, indices in shared]
+
+
+def to_sample(completion: Any, request: SampleRequest, version: int) -> Sample:
+    """vLLM's completion -> arrays. Its log-probs hold, a position, the sampled token and then the k most likely."""
+    num_top = request.num_top_logprobs
+    token_ids = np.array(completion.token_ids, dtype=np.int32)
+    shape = (len(token_ids), 1 + num_top)
+    ids = np.array(completion.logprobs.token_ids, dtype=np.int32).reshape(shape)
+    logprobs = np.array(completion.logprobs.logprobs, dtype=np.float32).reshape(shape)
+    if completion.finish_reason not in ("stop", "length") or not np.array_equal(ids[:, 0], token_ids):
+        raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r} after {len(token_ids)} tokens")
+    if request.temperature > 0 and 0 < request.top_k <= num_top:
+        _take_in_sampled_ties(ids, logprobs)
+    return Sample(
+        token_ids=token_ids,
+        logprobs=logprobs[:, 0].copy(),
+        versions=np.full(len(token_ids), version, dtype=np.int32),
+        finish=completion.finish_reason,
+        top_ids=ids[:, 1:].copy() if num_top else None,
+        top_logprobs=logprobs[:, 1:].copy() if num_top else None,
+    )
+
+
+def _take_in_sampled_ties(ids: np.ndarray, logprobs: np.ndarray) -> None:
+    """A sampled token outside of the recorded ones is as likely as the last of them, and takes its place."""
+    outside = (ids[:, 1:] != ids[:, :1]).all(axis=1)
+    ids[outside, -1], logprobs[outside, -1] = ids[outside, 0], logprobs[outside, 0]
 
 
 def pack_samples(samples: Mapping[int, Sample]) -> Packed:

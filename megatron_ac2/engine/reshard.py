@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_ac2.engine.rounding import RoundingError, round_weights
 from megatron_ac2.model.hf_weights import export_hf_weights
 
 if TYPE_CHECKING:
@@ -22,17 +23,21 @@ def publish(
     engine: ColocatedEngine,
     version: int,
     verify: bool | None = None,
+    rounding: str = "none",
 ) -> dict[str, float]:
     """Make the trainer's weights the engine's, as `version`. A collective over the whole job.
 
     Tensors are gathered, loaded and freed one by one; peak extra memory is one fused engine layer. With `verify`
     (default: `engine.verify_weights`) every tensor is read back and compared by a checksum of its bits; a difference
-    raises `WeightSyncError` naming it. Returns metrics: seconds, and GiB in the engine's name space.
+    raises `WeightSyncError` naming it. `rounding` (engine/rounding.py) is what the engine's matrices lose on the way;
+    the trainer's stay. Returns metrics: seconds, GiB in the engine's name space, and with rounding its relative error.
     """
     start = time.perf_counter()
-    counter = _Counter()
-    engine.load_weights(counter.count(export_hf_weights(model, hf_config, topology)), version, verify)
-    return {"reshard/seconds": time.perf_counter() - start, "reshard/gib": counter.num_bytes / 2**30}
+    counter, error = _Counter(), RoundingError()
+    stream = round_weights(export_hf_weights(model, hf_config, topology), rounding, error)
+    engine.load_weights(counter.count(stream), version, verify)
+    metrics = {"reshard/seconds": time.perf_counter() - start, "reshard/gib": counter.num_bytes / 2**30}
+    return metrics if rounding == "none" else metrics | {"reshard/rounding_error": error.relative}
 
 
 class _Counter:

@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from megatron_ac2.algorithm.value_prompt import build_value_prompt, parse_value, value_ids
+from megatron_ac2.algorithm.soft_value import ReplyTree, reply_tree, soft_value
+from megatron_ac2.algorithm.value_prompt import build_value_prompt, grid_replies, parse_value, value_ids
 from megatron_ac2.config import Config
 from megatron_ac2.data.packing import pack, plan_microbatches
 from megatron_ac2.kernels.chunk_loss import vocab_parallel_logprobs_and_entropy
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training import step
-from megatron_ac2.types import CriticExample, CriticState, PackedBatch, Sampler, SampleRequest, Values
+from megatron_ac2.types import CriticExample, CriticState, PackedBatch, Sampler, SampleRequest, UserError, Values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOSS_DIVISOR = 4.0  # the paper's; a reply is at most four tokens: digit, point, digit, end of turn
+_NUM_TOP_LOGPROBS = 32  # a branch of the grid's replies has at most eleven children, some of them unlikely
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +66,45 @@ class GenerativeCritic:
         self.max_context_len = self.config.max_context_len or model_max_len
         self.pad_id = pad_id
         self.align = align or step.token_alignment(topology)
+        self.tree = _tree(self.config.value, tokenizer)
 
     def score(self, states: Sequence[CriticState]) -> Values:
-        """Decode greedily; a reply that begins with no number on the grid is invalid, with value 0. A collective."""
+        """`critic.value` greedy: the reply decoded greedily; invalid, with value 0, if it begins with no grid number.
+
+        soft: the mean over the grid under the model's probabilities; invalid where the grid has less than
+        `soft_value.MIN_GRID_MASS` of them. Either way one call of the sampler for all states. A collective.
+        """
         prompts = [self.prompt_ids(state) for state in states]
-        reply_len = self.config.max_value_tokens
-        asked = [i for i, ids in enumerate(prompts) if len(ids) + reply_len <= self.max_context_len]
+        asked = [i for i, ids in enumerate(prompts) if len(ids) + self._reply_len() <= self.max_context_len]
         value = np.zeros(len(states), dtype=np.float32)
         valid = np.zeros(len(states), dtype=bool)
         if asked:
-            requests = [SampleRequest(prompts[i], reply_len, temperature=0.0, seed=0) for i in asked]
-            for index, sample in zip(asked, self.sampler.sample(requests), strict=True):
-                reply = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-                value[index], valid[index] = parse_value(reply)
+            answer = self._greedy if self.tree is None else self._soft
+            value[asked], valid[asked] = zip(*answer([prompts[index] for index in asked]), strict=True)
         return Values(value, valid)
+
+    def _reply_len(self) -> int:
+        return self.config.max_value_tokens if self.tree is None else 1 + max(map(len, self.tree.branches))
+
+    def _greedy(self, prompts: Sequence[np.ndarray]) -> list[tuple[float, bool]]:
+        requests = [SampleRequest(ids, self.config.max_value_tokens, temperature=0.0, seed=0) for ids in prompts]
+        replies = [sample.token_ids for sample in self.sampler.sample(requests)]
+        return [parse_value(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in replies]
+
+    def _soft(self, prompts: Sequence[np.ndarray]) -> list[tuple[float, bool]]:
+        num_branches = len(self.tree.branches)
+        paths = [np.array(path, dtype=np.int32) for path in self.tree.branches]
+        num_top = min(_NUM_TOP_LOGPROBS, self.vocab_size)
+        samples = self.sampler.sample([
+            SampleRequest(np.concatenate([ids, path]), 1, temperature=1.0, seed=0, num_top_logprobs=num_top)
+            for ids in prompts for path in paths
+        ])  # fmt: skip
+        answers = []
+        for start in range(0, len(samples), num_branches):
+            here = samples[start : start + num_branches]
+            found = soft_value(self.tree, [s.top_ids[0] for s in here], [s.top_logprobs[0] for s in here])
+            answers.append((found.value if found.valid else 0.0, found.valid))
+        return answers
 
     def update(self, examples: Sequence[CriticExample]) -> dict[str, float]:
         """One step on sum_i weight_i NLL_i / 4 / sum_i weight_i, NLL_i over a reply's value and end-of-turn tokens.
@@ -143,3 +170,10 @@ class GenerativeCritic:
         loss = -(logprobs * mask * batch.fields["weights"]).sum() / _LOSS_DIVISOR
         likely = ((logprobs.detach().exp() > 0.5) * mask).sum()
         return loss, batch.fields["pairs"].sum(), {"likely": likely, "reply_tokens": mask.sum()}
+
+
+def _tree(value: str, tokenizer: PreTrainedTokenizerBase) -> ReplyTree | None:
+    """What the soft value asks about; None for the greedy one."""
+    if value not in ("greedy", "soft"):
+        raise UserError(f"critic.value: found {value!r}, accepted: greedy, soft")
+    return reply_tree(grid_replies(tokenizer)) if value == "soft" else None

@@ -19,6 +19,7 @@ import psutil
 import torch
 from tiny_qwen3 import (
     STOP_ID,
+    VOCAB_SIZE,
     logprob_gap,
     make_model,
     make_prompt,
@@ -27,9 +28,12 @@ from tiny_qwen3 import (
     save_model,
 )
 
+from megatron_ac2.algorithm.soft_value import reply_tree, soft_value
+from megatron_ac2.algorithm.value_prompt import GRID
 from megatron_ac2.config import EngineConfig, ParallelConfig
 from megatron_ac2.engine.engine import ColocatedEngine, WeightSyncError
 from megatron_ac2.engine.reshard import publish
+from megatron_ac2.engine.rounding import quantise_dequantise
 from megatron_ac2.model.build import build_model, load_hf_config
 from megatron_ac2.model.hf_weights import load_hf_weights
 from megatron_ac2.parallel.topology import init_topology
@@ -46,8 +50,8 @@ def start_engine(folder: Path, topology) -> ColocatedEngine:
     return ColocatedEngine(path, config, topology, "float32", MAX_MODEL_LEN, [STOP_ID], seed=0)
 
 
-def request(prompt, new: int = 24, seed: int = 0, temperature: float = TEMPERATURE, top: int = 0) -> SampleRequest:
-    return SampleRequest(prompt, new, temperature, seed, top)
+def request(prompt, new: int = 24, seed: int = 0, temperature: float = TEMPERATURE, top: int = 0, **filters):
+    return SampleRequest(prompt, new, temperature, seed, top, **filters)
 
 
 def requests_for(seeds, length: int = 20, **kwargs) -> list[SampleRequest]:
@@ -88,6 +92,113 @@ def case_top_logprobs_are_exactly_the_k_most_likely(engine, folder, topology):
         np.testing.assert_allclose(sample.top_logprobs, np.take_along_axis(rows, order, -1), atol=1e-4)
         outside += int((sample.top_ids != sample.token_ids[:, None]).all(-1).sum())
     assert outside > 0, "no sampled token fell outside the top k: the case shows nothing"
+
+
+def check_filtered(model, asked, sample) -> np.ndarray:
+    """The recorded support holds all the mass and the sampled token; log-probs are the model's, renormalised over it.
+
+    Returns the support: bool[N, V].
+    """
+    rows = next_token_logprobs(model, asked.prompt_ids, sample, asked.temperature)
+    left = np.isfinite(sample.top_logprobs)
+    assert np.isfinite(sample.logprobs).all() and (np.diff(sample.top_logprobs.clip(-1e9), axis=1) <= 0).all()
+    np.testing.assert_allclose(np.exp(sample.top_logprobs).sum(1), 1.0, atol=1e-5)
+    support = np.zeros(rows.shape, dtype=bool)
+    np.put_along_axis(support, sample.top_ids, left, axis=1)
+    assert (support.sum(1) == left.sum(1)).all(), "an id was recorded twice"
+    np.testing.assert_array_equal(support[np.arange(len(rows)), sample.token_ids], True)
+    renormalised = rows - np.log((np.exp(rows) * support).sum(1, keepdims=True))
+    found = np.take_along_axis(renormalised, sample.top_ids, axis=1)
+    np.testing.assert_allclose(sample.top_logprobs[left], found[left], atol=1e-4)
+    np.testing.assert_allclose(sample.logprobs, renormalised[np.arange(len(rows)), sample.token_ids], atol=1e-4)
+    return support
+
+
+def case_top_k_and_top_p_filter_and_renormalise(engine, folder, topology):
+    """Each request by its own filter, in one batch with an unfiltered and a greedy one."""
+    filters = [{"top_k": 5, "top": 5}, {"top_k": 8, "top_p": 0.7, "top": 8}, {"top_p": 0.6, "top": VOCAB_SIZE}]
+    asked = [request(make_prompt(index, 20), seed=index, **filters[index % 3]) for index in range(6)]
+    others = [request(make_prompt(9, 20), seed=9), request(make_prompt(8, 20), temperature=0.0, top_k=5, top=8)]
+    samples = engine.sample(asked + others)
+    sizes = set()
+    for wanted, sample in zip(asked, samples, strict=False):
+        support = check_filtered(models(0), wanted, sample)
+        rows = next_token_logprobs(models(0), wanted.prompt_ids, sample, TEMPERATURE)
+        assert (np.where(support, rows, np.inf).min(1) >= np.where(support, -np.inf, rows).max(1)).all()
+        kept, k = support.sum(1), wanted.top_k or VOCAB_SIZE
+        sizes |= set(kept.tolist())
+        if wanted.top_p == 1:
+            assert (kept == k).all()
+        # top-p keeps the fewest tokens that reach it of what top-k left, no more
+        among = np.sort(np.exp(rows), axis=1)[:, ::-1][:, :k]
+        wanted_sizes = (np.cumsum(among / among.sum(1, keepdims=True), axis=1) < wanted.top_p - 1e-6).sum(1) + 1
+        assert (wanted.top_p == 1) or (kept == wanted_sizes).all(), (kept, wanted_sizes)
+    assert len(sizes) > 3, sizes
+    assert logprob_gap(models(0), others[0].prompt_ids, samples[6], TEMPERATURE) < 1e-4
+    assert logprob_gap(models(0), others[1].prompt_ids, samples[7], 1.0) < 1e-4, "greedy knows no filter"
+    assert np.isfinite(samples[7].top_logprobs).all()
+
+
+def case_a_filtered_request_is_as_its_seed_says(engine, folder, topology):
+    """Alone or beside others, filtered otherwise; and an open filter is none."""
+    wanted = request(make_prompt(1, 20), seed=5, top_k=6, top_p=0.9, top=6)
+    alone = engine.sample([wanted])[0]
+    for index in (0, 2):
+        batch = [request(make_prompt(1, 20), seed=40), request(make_prompt(3, 20), seed=7, top_k=2, top_p=0.5)]
+        batch.insert(index, wanted)
+        np.testing.assert_array_equal(engine.sample(batch)[index].token_ids, alone.token_ids)
+    free, opened = engine.sample([request(make_prompt(1, 20), seed=5, **f) for f in ({}, {"top_k": VOCAB_SIZE + 1})])
+    np.testing.assert_array_equal(free.token_ids, opened.token_ids)
+    assert not np.array_equal(free.token_ids, alone.token_ids)
+
+
+def case_tokens_tied_with_the_kth_are_kept_and_shown(engine, folder, topology):
+    """Embeddings in equal pairs tie logits in pairs, and five is odd: six tokens are left."""
+    model = make_model(3)
+    with torch.no_grad():
+        table = model.model.embed_tokens.weight
+        table[1 : VOCAB_SIZE - 1 : 2] = table[2::2]
+    engine.load_weights(named_tensors(model), 1)
+    asked = [request(make_prompt(index, 20), seed=index, top_k=5, top=5 + index % 2) for index in range(8)]
+    swapped = 0
+    for wanted, sample in zip(asked, engine.sample(asked), strict=True):
+        k = wanted.num_top_logprobs
+        assert (sample.top_ids == sample.token_ids[:, None]).any(1).all(), "the sampled token is among the recorded"
+        if k == 6:
+            assert (check_filtered(model, wanted, sample).sum(1) >= 6).all()
+        else:
+            assert (np.exp(sample.top_logprobs).sum(1) < 0.999).all()
+            pair_of_last = sample.top_ids[:, -1] + np.where(sample.top_ids[:, -1] % 2, 1, -1)
+            swapped += int((sample.token_ids == sample.top_ids[:, -1]).sum() + (sample.token_ids == pair_of_last).sum())
+    engine.load_weights(named_tensors(models(0)), 2)
+    assert swapped > 3, "no sampled token was at the fifth place: the case shows nothing"
+
+
+def case_more_log_probs_than_tokens_are_refused_before_any_runs(engine, folder, topology):
+    assert engine.sample([request(make_prompt(0, 20), new=2, top=VOCAB_SIZE)])[0].top_ids.shape == (2, VOCAB_SIZE)
+    try:
+        engine.sample([request(make_prompt(0, 20)), request(make_prompt(0, 20), top=VOCAB_SIZE + 1)])
+    except UserError as error:
+        assert "request 1" in str(error) and "204" in str(error), error
+    else:
+        raise AssertionError("more log-probs than the vocabulary has were accepted")
+    assert len(engine.sample([request(make_prompt(0, 20))])) == 1
+
+
+def case_the_soft_value_is_the_mean_over_enumerated_replies(engine, folder, topology):
+    prompt = make_prompt(6, 30)
+    tree = reply_tree({value: [10 + int(value), 50, 60 + round(10 * value) % 10] for value in GRID})
+    paths = [np.concatenate([prompt, path]).astype(np.int32) for path in tree.branches]
+    asked = [request(path, new=1, temperature=1.0, top=VOCAB_SIZE) for path in paths]
+    samples = engine.sample(asked)
+    found = soft_value(tree, [s.top_ids[0] for s in samples], [s.top_logprobs[0] for s in samples])
+    root, digits = (
+        np.exp(next_token_logprobs(models(0), path, sample, 1.0)[0])
+        for path, sample in zip(paths, samples, strict=True)
+    )
+    weights = [root[10] * digits[60 + i] for i in range(10)] + [root[11]]
+    np.testing.assert_allclose(found.mass, sum(weights), rtol=1e-3)
+    np.testing.assert_allclose(found.value, np.dot(weights, GRID) / sum(weights), atol=1e-4)
 
 
 def case_same_seed_same_tokens(engine, folder, topology):
@@ -242,6 +353,34 @@ def case_megatron_weights_are_published(engine, folder, topology):
     assert 0 < metrics["reshard/seconds"] < 60
     num_bytes = sum(tensor.numel() * 4 for _, tensor in named_tensors(models(1)))
     assert abs(metrics["reshard/gib"] * 2**30 - num_bytes) < 1
+
+
+def case_published_with_rounding_the_engine_computes_with_rounded_weights(engine, folder, topology):
+    path = save_model(models(1), folder / "exact")
+    hf_config = load_hf_config(path)
+    model = build_model(hf_config, topology, ParallelConfig(), torch.float32)
+    load_hf_weights(model, hf_config, topology, path)
+    asked, errors = requests_for(range(4)), {}
+    for kind in ("int8", "fp8_e4m3"):
+        metrics = publish(model, hf_config, topology, engine, 2, verify=True, rounding=kind)
+        errors[kind] = metrics["reshard/rounding_error"]
+        rounded = make_model(1)
+        exact = rounded.state_dict()
+        projections = [name for name in exact if name.endswith("_proj.weight")]
+        assert len(projections) == 7 * 2
+        matrices = {name: quantise_dequantise(exact[name], kind) for name in projections}
+        difference = sum((exact[name] - matrices[name]).square().sum() for name in projections)
+        norm = sum(exact[name].square().sum() for name in projections)
+        np.testing.assert_allclose(errors[kind], float((difference / norm).sqrt()), rtol=1e-4)
+        rounded.load_state_dict(matrices, strict=False)
+        samples = engine.sample(asked)
+        pairs = list(zip(asked, samples, strict=True))
+        assert max(logprob_gap(rounded, r.prompt_ids, s, TEMPERATURE) for r, s in pairs) < 1e-4
+        assert max(logprob_gap(models(1), r.prompt_ids, s, TEMPERATURE) for r, s in pairs) > 1e-2
+    metrics = publish(model, hf_config, topology, engine, 3, verify=True)
+    assert "reshard/rounding_error" not in metrics and gap(engine, 1, asked) < 1e-4, "the trainer's stayed exact"
+    assert 0.001 < errors["int8"] < errors["fp8_e4m3"] < 2**-4
+    return f"relative error {errors['int8']:.4f} (int8), {errors['fp8_e4m3']:.4f} (fp8_e4m3)"
 
 
 def case_twenty_updates_leave_memory_flat(engine, folder, topology):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from tiny_qwen3 import STOP_ID, logprob_gap, make_model, make_prompt, named_tensors, save_model
 
@@ -51,12 +53,24 @@ def check(layout: str, folder: Path) -> None:
         assert engine.last_call.num_prompt_tokens == sum(len(r.prompt_ids) for r in requests)
         assert engine.last_call.num_new_tokens == sum(len(s.token_ids) for s in samples)
 
+    check_filter(engine)
     sample_and_compare(old, 0.0, limit)
     engine.load_weights(named_tensors(new), 1, verify=True)
     sample_and_compare(new, 0.0, limit)
     check_corruption_on_one_rank(engine, new, topology.rank)
     sample_and_compare(new, 0.0, limit)
     check_failure_on_one_rank(engine, topology.rank, tensor_parallel)
+
+
+def check_filter(engine: ColocatedEngine) -> None:
+    """In bfloat16 logits tie often: a few more log-probs than top_k show all that the filter left."""
+    requests = [replace(request, top_k=5, num_top_logprobs=16) for request in make_requests()]
+    samples = engine.sample(requests)
+    all_ranks_agree({k: v.tobytes() for k, v in pack_samples(dict(enumerate(samples))).items()}, "filtered samples")
+    for sample in samples:
+        assert (np.isfinite(sample.top_logprobs).sum(1) >= 5).all()
+        np.testing.assert_allclose(np.exp(sample.top_logprobs).sum(1), 1.0, atol=1e-3)
+        assert (sample.top_ids == sample.token_ids[:, None]).any(1).all()
 
 
 def check_corruption_on_one_rank(engine: ColocatedEngine, model, rank: int) -> None:
