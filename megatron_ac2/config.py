@@ -50,7 +50,7 @@ class OptimizerConfig:
 
 @dataclass
 class ImportanceConfig:
-    """Detached weight on a token's loss for what the engine samples differently from the trainer (ratio trainer / engine).
+    """Detached weight on a token's loss for what the engine samples differently from the trainer: trainer / engine.
 
     The ratio's numerator is the surrogate's anchor: the proximal log-prob, or the current one for `policy_gradient`.
     """
@@ -243,3 +243,9 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     megatron: dict[str, Any] = field(default_factory=dict)  # any other TransformerConfig field
+
+
+def num_recorded_logprobs(config: Config) -> int:
+    """How many of the sampler's tokens a position the loss needs: score centering's head, a filter's whole support."""
+    head = config.actor.score_centering.top_k if config.actor.score_centering.enabled else 0
+    return max(head, config.sampling.top_k or 0)

@@ -14,6 +14,8 @@ from megatron_ac2.algorithm.advantages import group_advantages
 from megatron_ac2.algorithm.endpoint import EndpointValues, closed_ends, critic_books, endpoint_values, open_ends
 from megatron_ac2.algorithm.readiness import ErrorRecord
 from megatron_ac2.algorithm.references import ReferenceBank
+from megatron_ac2.algorithm.shaping import overlong_penalty
+from megatron_ac2.config import Config
 from megatron_ac2.data.graders import answer_is_complete
 from megatron_ac2.rollout import Rollout, audit_states, context_ids, response_of
 from megatron_ac2.types import (
@@ -34,13 +36,15 @@ NO_VALUES = Values(np.zeros(0, dtype=np.float32), np.zeros(0, dtype=bool))
 
 @dataclass(frozen=True, slots=True)
 class Credit:
+    """Of one step; G is the largest group's size, `endpoints.present` says which members exist."""
+
     fresh: tuple[Trajectory, ...]  # graded fresh rollouts, for the replay buffer
     grades: Mapping[tuple[int, int], Grade]  # of the closed ends (group, member)
     endpoints: EndpointValues  # [B, G]
     advantages: np.ndarray  # float32[B, G]
     weights: np.ndarray  # float32[B, G]
     targets: tuple[CriticTarget, ...]
-    records: tuple[ErrorRecord, ...]
+    records: tuple[ErrorRecord, ...]  # one a target, in the same order
     probes: Values  # [B]; empty without a critic
     audits: tuple[tuple[float, float], ...]  # (critic value at prefix + chunk_len, that member's own reward)
 
@@ -52,36 +56,77 @@ def assign_credit(
     critic: Critic | None,
     grade: GradeMany,
     decode: Callable[[np.ndarray], str],
+    config: Config,
     *,
-    chunk_len: int,
-    min_valid: int,
     version: int,
 ) -> Credit:
-    """One value an end, one advantage a chunk. `critic` None: every end must be closed (the GRPO baselines)."""
+    """One value an end, one advantage a chunk. `version` of the weights that sampled and that the critic has.
+
+    `critic` None: every end must be closed, and no book is kept (the GRPO baselines, estimators that work by token).
+    """
     groups = rollout.groups
     stops = [[chunk.stop for chunk in group.chunks] for group in groups]
     # An open chunk that already holds a complete answer has nothing left to bootstrap: it is graded.
     answered = [end for end in open_ends(stops) if answer_is_complete(decode(_response(groups, end)))]
-    graded_ends = closed_ends(stops) + answered
+    fresh, by_end = _grade(rollout, closed_ends(stops) + answered, problems, grade, version)
+    valued_ends = [end for end in open_ends(stops) if end not in by_end]
+    probes, ends, audits = _ask_critic(groups, valued_ends, problems, references, critic, config.sampling.chunk_len)
+    endpoints = endpoint_values(stops, by_end, valued_ends, ends)
+    advantages, weights = _advantages(groups, endpoints, probes, config)
+    targets, records = (
+        critic_books(
+            [group.continuation.prefix for group in groups], endpoints, probes, version=version,
+            min_valid=config.replay.min_valid_for_target, modes=[group.continuation.mode for group in groups],
+        )
+        if critic is not None
+        else ([], [])
+    )  # fmt: skip
+    outcomes = tuple((value, float(endpoints.value[end])) for end, value in audits if endpoints.target_valid[end])
+    return Credit(fresh, by_end, endpoints, advantages, weights, tuple(targets), tuple(records), probes, outcomes)
+
+
+def _grade(
+    rollout: Rollout, ends: Sequence[tuple[int, int]], problems: Mapping[str, Problem], grade: GradeMany, version: int
+) -> tuple[tuple[Trajectory, ...], dict[tuple[int, int], Grade]]:
+    """The fresh rollouts as trajectories, and the grades of `ends`. A failed grader leaves a trajectory reward 0."""
     items = [(problem, sample.token_ids) for problem, sample in rollout.fresh]
-    items += [(problems[groups[b].continuation.prefix.problem_id], _response(groups, (b, g))) for b, g in graded_ends]
+    items += [
+        (problems[rollout.groups[end[0]].continuation.prefix.problem_id], _response(rollout.groups, end))
+        for end in ends
+    ]  # fmt: skip
     grades = grade(items)
     fresh = tuple(
         Trajectory(problem.problem_id, sample.token_ids, result.reward if result.valid else 0.0, version)
         for (problem, sample), result in zip(rollout.fresh, grades)
     )
-    by_end = dict(zip(graded_ends, grades[len(rollout.fresh) :], strict=True))
-    valued_ends = [end for end in open_ends(stops) if end not in by_end]
-    probes, ends, audits = _ask_critic(groups, valued_ends, problems, references, critic, chunk_len)
-    endpoints = endpoint_values(stops, by_end, valued_ends, ends)
-    advantages, weights = group_advantages(endpoints.value, endpoints.valid)
-    targets, records = (
-        critic_books([g.continuation.prefix for g in groups], endpoints, probes, min_valid=min_valid, version=version)
-        if critic is not None
-        else ([], [])
+    return fresh, dict(zip(ends, grades[len(rollout.fresh) :], strict=True))
+
+
+def _advantages(
+    groups: Sequence[ChunkGroup], endpoints: EndpointValues, probes: Values, config: Config
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the actor's endpoint values are worth under `estimator`: advantages and weights, float32[B, G] each."""
+    values, valid = endpoints.value, endpoints.valid
+    sampling, estimator = config.sampling, config.estimator
+    if sampling.overlong_cache:
+        values = values + _overlong_penalties(groups, values.shape, sampling.response_budget, sampling.overlong_cache)
+    baselines = None
+    if estimator.kind == "singleton":
+        is_single = np.array([group.continuation.mode == "chunk" for group in groups], dtype=bool)
+        baselines = np.where(is_single, probes.value, np.nan)
+        valid = valid & ~(is_single & ~probes.valid)[:, None]  # without V(s) there is nothing to compare with
+    return group_advantages(
+        values, valid, baselines, endpoints.present, kind=estimator.baseline, divide_by_std=estimator.divide_by_std
     )
-    outcomes = tuple((value, float(endpoints.value[end])) for end, value in audits if endpoints.target_valid[end])
-    return Credit(fresh, by_end, endpoints, advantages, weights, tuple(targets), tuple(records), probes, outcomes)
+
+
+def _overlong_penalties(groups: Sequence[ChunkGroup], shape: tuple[int, ...], budget: int, cache: int) -> np.ndarray:
+    penalties = np.zeros(shape, dtype=np.float32)
+    for b, group in enumerate(groups):
+        for g, chunk in enumerate(group.chunks):
+            response_len = len(group.continuation.prefix.response_ids) + len(chunk.token_ids)
+            penalties[b, g] = overlong_penalty(response_len, budget, cache)
+    return penalties
 
 
 def _response(groups: Sequence[ChunkGroup], end: tuple[int, int]) -> np.ndarray:
@@ -134,6 +179,8 @@ def train_sequences(
                 advantages=np.full(len(chunk.token_ids), credit.advantages[b, g], dtype=np.float32),
                 weight=float(credit.weights[b, g]),
                 empty_prefix=len(prefix.response_ids) == 0,
+                top_ids=chunk.top_ids,
+                top_logprobs=chunk.top_logprobs,
             )
             for g, chunk in enumerate(group.chunks)
         ]

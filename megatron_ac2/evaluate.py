@@ -24,6 +24,7 @@ def evaluate(
     *,
     response_budget: int,
     seed: int,
+    reward_range: tuple[float, float] = (0.0, 1.0),
 ) -> dict[str, float]:
     """Collective. The request seeds do not depend on the step, so two evaluations differ by the weights alone."""
     problems = problems[: config.num_problems]
@@ -34,7 +35,7 @@ def evaluate(
     ]
     samples = sampler.sample(requests)
     items = [(problem, sample.token_ids) for problem, sample in zip((p for p in problems for _ in range(k)), samples)]
-    grades = grade_responses(grader, tokenizer, items, topology)
+    grades = grade_responses(grader, tokenizer, items, topology, reward_range)
     rewards = np.array([grade.reward for grade in grades], dtype=np.float64).reshape(len(problems), k)
     mean, standard_error = mean_at_k(rewards)
     return {

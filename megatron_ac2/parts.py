@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from megatron_ac2.algorithm.value_prompt import PROMPT_HASH, build_value_prompt
+from megatron_ac2.algorithm.advantages import GRID_STEPS
+from megatron_ac2.algorithm.value_prompt import PROMPT_HASH
 from megatron_ac2.config import Config
-from megatron_ac2.data.graders import RuleGrader, ungradable
-from megatron_ac2.data.problems import load_problems
+from megatron_ac2.data.graders import RuleGrader
 from megatron_ac2.engine.engine import ColocatedEngine
-from megatron_ac2.model.build import build_model, check_layout, load_hf_config, transformer_config, wrap_ddp
+from megatron_ac2.inputs import Inputs, read_inputs, stop_token_ids
+from megatron_ac2.model.build import build_model, wrap_ddp
 from megatron_ac2.model.checkpoint import load_checkpoint, save_checkpoint
 from megatron_ac2.model.hf_weights import load_hf_weights
-from megatron_ac2.parallel.topology import Topology, check_world, init_topology
+from megatron_ac2.parallel.topology import Topology, init_topology
 from megatron_ac2.perf import DecodingCost
-from megatron_ac2.state import RunState, identity
+from megatron_ac2.rollout import grade_responses
+from megatron_ac2.state import RunState, critic_kind, identity
 from megatron_ac2.training.actor import Actor
 from megatron_ac2.training.generative_critic import GenerativeCritic
 from megatron_ac2.training.optimizer import SharedWeightsOptimizer
 from megatron_ac2.training.value_head_critic import ValueHeadCritic
-from megatron_ac2.types import Critic, Grader, Problem, UserError
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What is read from disk before any process group exists."""
-
-    hf_config: PretrainedConfig
-    critic_hf_config: PretrainedConfig | None
-    tokenizer: PreTrainedTokenizerBase
-    train: list[Problem]
-    validation: list[Problem]
-    max_model_len: int
-
-    @property
-    def pad_id(self) -> int:
-        return self.tokenizer.pad_token_id or 0
+from megatron_ac2.types import Critic, Grade, Grader, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,76 +48,61 @@ class Parts:
     def decode(self, ids: np.ndarray) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-
-def read_inputs(config: Config) -> Inputs:
-    """Model configs, tokenizer and problems. Raises one `UserError` with all that is wrong with them."""
-    problems: list[str] = []
-
-    def attempt(read: Callable[[], Any], path_field: str = "model.path") -> Any:
-        try:
-            return read()
-        except UserError as error:
-            problems.extend(problem.replace("model.path", path_field, 1) for problem in error.problems)
-            return None
-
-    hf_config = attempt(lambda: load_hf_config(config.model.path))
-    critic_hf = hf_config
-    if _has_value_head(config) and config.critic.path not in (None, config.model.path):
-        critic_hf = attempt(lambda: load_hf_config(config.critic.path), "critic.path")
-    tokenizer = attempt(lambda: load_tokenizer(config.model.path)) if hf_config is not None else None
-    train = attempt(lambda: load_problems(config.data.train, tokenizer)) if tokenizer is not None else None
-    validation: list[Problem] = []
-    if tokenizer is not None and config.data.validation:
-        validation = attempt(lambda: load_problems(config.data.validation, tokenizer)) or []
-    if hf_config is not None:
-        problems += check_layout(hf_config, config.parallel)
-        attempt(lambda: transformer_config(hf_config, config.parallel, torch.float32, config.megatron))
-    if critic_hf is not None and critic_hf is not hf_config:
-        problems += [f"critic.path: {problem}" for problem in check_layout(critic_hf, config.parallel)]
-        if hf_config is not None and critic_hf.vocab_size != hf_config.vocab_size:
-            problems.append(f"critic.path: vocabulary of {critic_hf.vocab_size}, the actor's is {hf_config.vocab_size}")
-    problems += check_world(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
-    max_model_len = 0
-    if train:
-        problems += ungradable(train)[:20] + ungradable(validation)[:20] + _stream_errors(config, train)
-        max_model_len = _max_model_len(config, hf_config, tokenizer, [*train, *validation], problems)
-    if problems:
-        raise UserError(list(dict.fromkeys(problems)))
-    return Inputs(
-        hf_config, critic_hf if _has_value_head(config) else None, tokenizer, train, validation, max_model_len
-    )
+    def grade(self, items: Sequence[tuple[Problem, np.ndarray]], reward_range: tuple[float, float]) -> list[Grade]:
+        return grade_responses(self.grader, self.tokenizer, items, self.topology, reward_range)
 
 
 def build(config: Config) -> tuple[Parts, RunState]:
     """All parts, with the weights of `model.path` and `critic.path`, and the state of a run at step 0."""
     inputs = read_inputs(config)
     topology = init_topology(config.parallel, config.run.seed, config.run.timeout_minutes)
-    dtype = getattr(torch, config.model.dtype)
-    actor_model = _load_model(inputs.hf_config, config.model.path, "lm", topology, config,
-                              config.actor.optimizer.distributed)  # fmt: skip
-    roles = {"actor": config.actor.optimizer}
-    if _is_generative(config):
-        roles["critic"] = config.critic.optimizer
-    models = {"actor": actor_model}
-    optimizers = {"actor": SharedWeightsOptimizer(actor_model, roles, dtype)}
+    models, optimizers = _build_models(config, inputs, topology)
     engine = ColocatedEngine(
         config.model.path, config.engine, topology, config.model.dtype, inputs.max_model_len,
         stop_token_ids(config.model.path, inputs.tokenizer), config.run.seed,
     )  # fmt: skip
-    if inputs.critic_hf_config is not None:
-        models["critic"] = _load_model(inputs.critic_hf_config, config.critic.path or config.model.path, "value",
-                                       topology, config, config.critic.optimizer.distributed)  # fmt: skip
-        optimizers["critic"] = SharedWeightsOptimizer(models["critic"], {"critic": config.critic.optimizer}, dtype)
     parts = Parts(
         topology=topology, hf_config=inputs.hf_config, tokenizer=inputs.tokenizer,
-        actor=Actor(actor_model, optimizers["actor"].for_role("actor"), topology, config, inputs.hf_config.vocab_size,
-                    inputs.pad_id),
+        actor=Actor(models["actor"], optimizers["actor"].for_role("actor"), topology, config,
+                    inputs.hf_config.vocab_size, inputs.pad_id, reference=_reference_model(config, inputs, topology)),
         critic=_build_critic(config, inputs, topology, models, optimizers, engine),
         engine=engine, grader=RuleGrader(config.data.grading_timeout), validation=inputs.validation,
         decoding_cost=DecodingCost.of(inputs.hf_config), models=models, optimizers=optimizers,
         identity=identity(config, inputs.hf_config, inputs.tokenizer, PROMPT_HASH),
     )  # fmt: skip
     return parts, RunState.fresh(config, inputs.train)
+
+
+def _build_models(
+    config: Config, inputs: Inputs, topology: Topology
+) -> tuple[dict[str, torch.nn.Module], dict[str, SharedWeightsOptimizer]]:
+    """What a checkpoint holds, by role: actor, and a value head's critic with the snapshot that N-step targets need."""
+    dtype = getattr(torch, config.model.dtype)
+    roles = {"actor": config.actor.optimizer}
+    if critic_kind(config) == "generative":
+        roles["critic"] = config.critic.optimizer
+    distributed = config.actor.optimizer.distributed
+    actor = _load_model(inputs.hf_config, config.model.path, "lm", topology, config, distributed)
+    models: dict[str, torch.nn.Module] = {"actor": actor}
+    optimizers = {"actor": SharedWeightsOptimizer(actor, roles, dtype)}
+    if inputs.critic_hf_config is not None:
+        path, distributed = config.critic.path or config.model.path, config.critic.optimizer.distributed
+        critic = _load_model(inputs.critic_hf_config, path, "value", topology, config, distributed)
+        models["critic"] = critic
+        optimizers["critic"] = SharedWeightsOptimizer(critic, {"critic": config.critic.optimizer}, dtype)
+        if config.critic.fit == "nstep":
+            models["critic_snapshot"] = _load_model(
+                inputs.critic_hf_config, path, "value", topology, config, distributed, trained=False
+            )
+    return models, optimizers
+
+
+def _reference_model(config: Config, inputs: Inputs, topology: Topology) -> torch.nn.Module | None:
+    """The frozen model of actor.reference_kl. Its weights are on disk already, so that no checkpoint holds them."""
+    if not config.actor.reference_kl.coefficient:
+        return None
+    path = config.actor.reference_kl.path or config.model.path
+    return _load_model(inputs.hf_config, path, "lm", topology, config, distributed=False, trained=False)
 
 
 def _build_critic(
@@ -146,7 +114,7 @@ def _build_critic(
     engine: ColocatedEngine,
 ) -> Critic | None:
     """The critic that `critic.kind` asks for; None for the baselines, which have none."""
-    if _is_generative(config):
+    if critic_kind(config) == "generative":
         return GenerativeCritic(
             models["actor"], optimizers["actor"].for_role("critic"), engine, inputs.tokenizer, topology, config,
             inputs.hf_config.vocab_size, model_max_len=inputs.max_model_len, pad_id=inputs.pad_id,
@@ -156,6 +124,7 @@ def _build_critic(
     return ValueHeadCritic(
         models["critic"], optimizers["critic"].for_role("critic"), topology, config, separator_id=inputs.pad_id,
         model_max_len=inputs.critic_hf_config.max_position_embeddings, pad_id=inputs.pad_id,
+        snapshot_model=models.get("critic_snapshot"),
     )  # fmt: skip
 
 
@@ -179,75 +148,20 @@ def checkpoint_root(config: Config) -> Path:
     return Path(config.run.dir) / "checkpoints"
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:
-        raise UserError(f"model.path: no readable tokenizer in {path}: {error}") from error
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"model.path: the tokenizer in {path} has no end-of-sequence token")
-    if not tokenizer.chat_template:  # so does transformers' empty stand-in for tokenizer files that are not there
-        raise UserError(f"model.path: the tokenizer in {path} is missing or has no chat template")
-    return tokenizer
-
-
-def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokenizer's end of sequence and those of generation_config.json: chat models often end on either of two."""
-    file = Path(path) / "generation_config.json"
-    found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    more: Sequence[int] = [found] if isinstance(found, int) else found or []
-    return sorted({int(tokenizer.eos_token_id), *map(int, more)})
-
-
-def _is_generative(config: Config) -> bool:
-    return config.sampling.routing == "ac2" and config.critic.kind == "generative"
-
-
-def _has_value_head(config: Config) -> bool:
-    return config.sampling.routing == "ac2" and config.critic.kind == "value_head"
-
-
-def _stream_errors(config: Config, train: Sequence[Problem]) -> list[str]:
-    name = "num_prefixes" if config.sampling.routing == "grpo" else "num_fresh"
-    asked = getattr(config.sampling, name)
-    if asked <= len(train):
-        return []
-    return [f"sampling.{name}: found {asked}, but {config.data.train} holds {len(train)} problems"]
-
-
-def _max_model_len(
-    config: Config,
-    hf_config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    problems_set: Sequence[Problem],
-    problems: list[str],
-) -> int:
-    """The engine's longest context: prompt + budget; a generative critic's value prompt may hold a reference too."""
-    budget, critic, chosen = config.sampling.response_budget, config.critic, config.engine.max_model_len
-    longest = max(len(problem.prompt_ids) for problem in problems_set) + budget
-    limit = hf_config.max_position_embeddings
-    if longest > limit:
-        problems.append(
-            f"sampling.response_budget: found {budget}; with the longest prompt that is {longest} tokens, "
-            f"the model reads {limit}"
-        )
-    if chosen is not None and chosen < longest:
-        problems.append(f"engine.max_model_len: found {chosen}, longest prompt + response: {longest}")
-    wanted = longest
-    is_generative = _is_generative(config)
-    if is_generative:
-        wording = len(build_value_prompt(tokenizer, "", [], budget, []))
-        wanted += wording + budget + critic.max_value_tokens
-    max_model_len = chosen or min(wanted, limit)
-    if is_generative and (critic.max_context_len or 0) > max_model_len:
-        problems.append(f"critic.max_context_len: found {critic.max_context_len}, the engine reads {max_model_len}")
-    return max_model_len
-
-
 def _load_model(
-    hf_config: PretrainedConfig, path: str, head: str, topology: Topology, config: Config, distributed: bool
+    hf_config: PretrainedConfig,
+    path: str,
+    head: str,
+    topology: Topology,
+    config: Config,
+    distributed: bool,
+    trained: bool = True,
 ) -> torch.nn.Module:
+    """The weights in `path`, as this rank's shard. One that is not trained has no gradient buffers."""
     dtype = getattr(torch, config.model.dtype)
-    model = build_model(hf_config, topology, config.parallel, dtype, head, config.megatron, config.run.seed)
+    outputs = GRID_STEPS + 1 if head == "value" and config.critic.head == "two_hot" else 1
+    model = build_model(
+        hf_config, topology, config.parallel, dtype, head, config.megatron, config.run.seed, value_outputs=outputs
+    )
     load_hf_weights(model, hf_config, topology, path)
-    return wrap_ddp(model, distributed)
+    return wrap_ddp(model, distributed) if trained else model.requires_grad_(False)

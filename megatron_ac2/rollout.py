@@ -5,12 +5,13 @@ Every function here is a collective: all ranks call it with equal arguments and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_ac2.data.graders import grade_many
+from megatron_ac2.algorithm.shaping import map_reward
+from megatron_ac2.config import Config, num_recorded_logprobs
 from megatron_ac2.parallel.collectives import gather_objects, split_evenly
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.random_streams import request_seed
@@ -29,11 +30,31 @@ from megatron_ac2.types import (
 
 
 @dataclass(frozen=True, slots=True)
+class Decoding:
+    """How the engine samples in training. `num_top_logprobs`: recorded a position of a chunk, for the actor's loss."""
+
+    response_budget: int
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    num_top_logprobs: int = 0
+
+    @classmethod
+    def of(cls, config: Config) -> Decoding:
+        sampling = config.sampling
+        return cls(
+            sampling.response_budget, sampling.temperature, sampling.top_p, sampling.top_k or 0,
+            num_recorded_logprobs(config),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """What one step sampled. `fresh` responses are complete; they feed the replay buffer and no loss."""
 
     fresh: tuple[tuple[Problem, Sample], ...]
     groups: tuple[ChunkGroup, ...]  # [B]
+    discarded: tuple[ChunkGroup, ...] = ()  # sampled, and counted as decoding, but not trained on
 
 
 def context_ids(problem: Problem, response_ids: np.ndarray) -> np.ndarray:
@@ -63,34 +84,36 @@ def sample_step(
     problems: Mapping[str, Problem],
     fresh: Sequence[Problem],
     continuations: Sequence[Continuation],
+    decoding: Decoding,
     *,
-    response_budget: int,
-    temperature: float,
     seed: int,
     step: int,
+    round: int = 0,
 ) -> Rollout:
-    """Fresh full rollouts and all groups in one call, so that the engine's batch never runs dry between the two."""
+    """Fresh full rollouts and all groups in one call, so that the engine's batch never runs dry between the two.
+
+    A step that samples more than once (DAPO's dynamic sampling) numbers its rounds, for draws of their own.
+    """
     requests = [
-        SampleRequest(problem.prompt_ids, response_budget, temperature, request_seed(seed, "fresh", step, slot))
+        SampleRequest(
+            problem.prompt_ids, decoding.response_budget, decoding.temperature,
+            request_seed(seed, "fresh", step, slot), top_p=decoding.top_p, top_k=decoding.top_k,
+        )
         for slot, problem in enumerate(fresh)
-    ]
-    for slot, continuation in enumerate(continuations):
+    ]  # fmt: skip
+    slot = 0
+    for continuation in continuations:
         ids = context_ids(problems[continuation.prefix.problem_id], continuation.prefix.response_ids)
-        requests += [
-            SampleRequest(
-                ids,
-                continuation.max_new_tokens,
-                temperature,
-                request_seed(seed, "chunk", step, slot * continuation.group_size + member),
-            )
-            for member in range(continuation.group_size)
-        ]
+        for _ in range(continuation.group_size):
+            purpose = f"chunk round {round}" if round else "chunk"
+            requests.append(_chunk_request(ids, continuation, decoding, request_seed(seed, purpose, step, slot)))
+            slot += 1
     samples = iter(sampler.sample(requests))
     fresh_samples = tuple((problem, next(samples)) for problem in fresh)
     groups = tuple(
         ChunkGroup(
             continuation,
-            tuple(_chunk(next(samples), continuation, response_budget) for _ in range(continuation.group_size)),
+            tuple(_chunk(next(samples), continuation, decoding) for _ in range(continuation.group_size)),
             len(problems[continuation.prefix.problem_id].prompt_ids) + len(continuation.prefix.response_ids),
         )
         for continuation in continuations
@@ -98,9 +121,16 @@ def sample_step(
     return Rollout(fresh_samples, groups)
 
 
-def _chunk(sample: Sample, continuation: Continuation, response_budget: int) -> Chunk:
-    stop = stop_reason(sample, continuation, response_budget)
-    return Chunk(sample.token_ids, sample.logprobs, sample.versions, stop)
+def _chunk_request(ids: np.ndarray, continuation: Continuation, decoding: Decoding, seed: int) -> SampleRequest:
+    return SampleRequest(
+        ids, continuation.max_new_tokens, decoding.temperature, seed, decoding.num_top_logprobs, decoding.top_p,
+        decoding.top_k,
+    )  # fmt: skip
+
+
+def _chunk(sample: Sample, continuation: Continuation, decoding: Decoding) -> Chunk:
+    stop = stop_reason(sample, continuation, decoding.response_budget)
+    return Chunk(sample.token_ids, sample.logprobs, sample.versions, stop, sample.top_ids, sample.top_logprobs)
 
 
 def response_of(group: ChunkGroup, chunk: Chunk) -> np.ndarray:
@@ -109,13 +139,35 @@ def response_of(group: ChunkGroup, chunk: Chunk) -> np.ndarray:
 
 
 def grade_responses(
-    grader: Grader, tokenizer, items: Sequence[tuple[Problem, np.ndarray]], topology: Topology
+    grader: Grader,
+    tokenizer,
+    items: Sequence[tuple[Problem, np.ndarray]],
+    topology: Topology,
+    reward_range: tuple[float, float] = (0.0, 1.0),
 ) -> list[Grade]:
-    """Each rank grades its share (verifiers are slow Python), then all ranks learn every grade."""
+    """Each rank grades its share (verifiers are slow Python), then all ranks learn every grade, mapped onto [0, 1]."""
     mine = split_evenly(len(items), topology.world_size, topology.rank)
     texts = ((items[index][0], tokenizer.decode(items[index][1], skip_special_tokens=True)) for index in mine)
-    grades = grade_many(grader, texts)
+    grades = [_mapped(grader.grade(problem, text), *reward_range) for problem, text in texts]
     return [grade for share in gather_objects(grades) for grade in share]
+
+
+def _mapped(grade: Grade, low: float, high: float) -> Grade:
+    return replace(grade, reward=map_reward(grade.reward, low, high)) if grade.valid else grade
+
+
+class GradeCache:
+    """Asks for each response once: a step that looks at rewards before it assigns credit does not grade twice."""
+
+    def __init__(self, grade: Callable[[Sequence[tuple[Problem, np.ndarray]]], list[Grade]]):
+        self._grade = grade
+        self._known: dict[tuple[str, bytes], Grade] = {}
+
+    def __call__(self, items: Sequence[tuple[Problem, np.ndarray]]) -> list[Grade]:
+        keys = [(problem.problem_id, response.tobytes()) for problem, response in items]
+        unknown = {key: item for key, item in zip(keys, items) if key not in self._known}
+        self._known.update(zip(unknown, self._grade(list(unknown.values())), strict=True))
+        return [self._known[key] for key in keys]
 
 
 def audit_states(groups: Sequence[ChunkGroup], chunk_len: int) -> list[tuple[tuple[int, int], np.ndarray]]:

@@ -11,6 +11,7 @@ from megatron_ac2.algorithm.controllers import CriticLearningRate, EntropyClip
 from megatron_ac2.algorithm.readiness import Readiness
 from megatron_ac2.algorithm.references import ReferenceBank
 from megatron_ac2.algorithm.replay import ReplayBuffer, TargetBuffer
+from megatron_ac2.algorithm.rfpo import Calibration
 from megatron_ac2.config import Config
 from megatron_ac2.data.problems import ProblemStream
 from megatron_ac2.types import Problem
@@ -35,6 +36,7 @@ class RunState:
     entropy_clip: EntropyClip
     critic_lr: CriticLearningRate
     counters: Counters
+    calibration: Calibration | None = None  # of RFPO's frozen critic, fitted once
     next_step: int = 0
 
     @classmethod
@@ -42,30 +44,39 @@ class RunState:
         entropy, critic = config.entropy, config.critic
         return cls(
             stream=ProblemStream(problems, seed=config.run.seed, shuffle=config.data.shuffle),
-            replay=ReplayBuffer(config.replay.capacity),
+            replay=ReplayBuffer(config.replay.capacity, config.replay.kind, config.replay.correct_min_reward),
             targets=TargetBuffer(config.replay.target_capacity),
             references=ReferenceBank(),
             readiness=Readiness(
-                config.readiness.global_threshold, config.readiness.local_threshold, config.readiness.window
+                config.readiness.global_threshold, config.readiness.local_threshold, config.readiness.window,
+                kind=config.readiness.kind, demote_threshold=config.readiness.demote_threshold,
             ),
             entropy_clip=EntropyClip(entropy.k_init, entropy.step, entropy.target, entropy.k_min, entropy.k_max),
             critic_lr=CriticLearningRate(critic.optimizer.lr, critic.lr_min, critic.lr_ratio_limit, critic.lr_patience),
             counters=Counters(),
-        )
+        )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         parts = {name: getattr(self, name).state_dict() for name in _STATEFUL}
         counters = {f.name: getattr(self.counters, f.name) for f in fields(Counters)}
-        return {**parts, "counters": counters, "next_step": self.next_step}
+        calibration = {} if self.calibration is None else self.calibration.state_dict()
+        return {**parts, "counters": counters, "calibration": calibration, "next_step": self.next_step}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         for name in _STATEFUL:
             getattr(self, name).load_state_dict(saved[name])
         self.counters = Counters(**saved["counters"])
+        self.calibration = Calibration.from_state(saved["calibration"]) if saved["calibration"] else None
         self.next_step = int(saved["next_step"])
 
 
 _STATEFUL = ("stream", "replay", "targets", "references", "readiness", "entropy_clip", "critic_lr")
+
+
+def critic_kind(config: Config) -> str:
+    """generative, value_head, or none: the baselines without an estimator that reads values have no critic."""
+    reads_values = config.sampling.routing == "ac2" or config.estimator.kind in ("gae", "brace", "rfpo")
+    return config.critic.kind if reads_values else "none"
 
 
 def identity(config: Config, hf_config: Any, tokenizer: Any, prompt_hash: str) -> dict[str, str]:
@@ -81,7 +92,8 @@ def identity(config: Config, hf_config: Any, tokenizer: Any, prompt_hash: str) -
         "model": ", ".join(f"{key}={value}" for key, value in architecture.items()),
         "tokenizer": vocabulary,
         "chat_template": template,
-        "critic.kind": config.critic.kind if config.sampling.routing == "ac2" else "none",
+        "critic.kind": critic_kind(config),
+        "critic.head": config.critic.head if critic_kind(config) == "value_head" else "none",
         "value_prompt": prompt_hash,
         "run.seed": str(config.run.seed),
     }

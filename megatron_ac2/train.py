@@ -1,4 +1,4 @@
-"""Train: `python -m megatron_ac2.train CONFIG.yaml [section.field=value ...]`, alone or under torchrun.
+"""Train: `python -m megatron_ac2.train CONFIG.yaml [OVERLAY.yaml ...] [section.field=value ...]`, or under torchrun.
 
 `run` is the whole story of a run, `train_step` that of a step (docs/ALGORITHM.md §3); what they call does one thing.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_ac2.algorithm.sampling import choose_prefixes, fresh_prefixes, route
+from megatron_ac2.collect import calibrate, collect
 from megatron_ac2.config import Config
-from megatron_ac2.config_file import load_config, to_dict, to_yaml, warnings_for
+from megatron_ac2.config_checks import warnings_for
+from megatron_ac2.config_file import load_config, split_arguments, to_dict, to_yaml
 from megatron_ac2.credit import Credit, assign_credit, reference_candidates, train_sequences
 from megatron_ac2.engine.reshard import publish
 from megatron_ac2.entry import run_entry_point
@@ -23,15 +24,14 @@ from megatron_ac2.parts import Parts, build, load_latest, save
 from megatron_ac2.perf import PhaseTimer
 from megatron_ac2.random_streams import stream
 from megatron_ac2.report import starting_costs, step_metrics
-from megatron_ac2.rollout import Rollout, grade_responses, sample_step
+from megatron_ac2.rollout import GradeCache, Rollout
 from megatron_ac2.state import RunState
-from megatron_ac2.types import Continuation, Problem, UserError
+from megatron_ac2.token_credit import TOKEN_ESTIMATORS, assign_token_credit, nstep_examples
+from megatron_ac2.types import DenseExample, TrainSequence
 
 
 def main() -> int:
-    if len(sys.argv) < 2:
-        raise UserError("usage: python -m megatron_ac2.train CONFIG.yaml [section.field=value ...]")
-    run(load_config(sys.argv[1], sys.argv[2:]))
+    run(load_config(*split_arguments(sys.argv[1:])))
     return 0
 
 
@@ -41,7 +41,7 @@ def run(config: Config) -> RunState:
     load_latest(parts, state, config)
     writer = _open_writer(parts, state, config)
     timer = PhaseTimer(show=writer.phase)
-    publish(parts.actor.model, parts.hf_config, parts.topology, parts.engine, state.next_step)
+    publish_weights(parts, config, state.next_step)
     timer.reset()
     while (step := state.next_step) < config.run.num_steps:
         metrics = _evaluate_if_due(parts, state, config, timer)
@@ -62,57 +62,48 @@ def run(config: Config) -> RunState:
 
 
 def train_step(parts: Parts, state: RunState, config: Config, step: int, timer: PhaseTimer) -> dict[str, float]:
-    """One step of AC2, or of a baseline: which one is a matter of `sampling.routing`."""
+    """One step of AC2, or of a baseline: which one is a matter of `sampling.routing` and `estimator.kind`."""
+    grade = GradeCache(lambda items: parts.grade(items, config.data.reward_range))
+    if config.estimator.kind == "rfpo" and state.calibration is None:
+        with timer.phase("calibrate"):
+            calibrate(parts, state, config, grade)
     with timer.phase("sample"):
-        fresh, continuations = plan_step(state, config, step)
-        rollout = sample_step(
-            parts.engine, state.stream.by_id, fresh, continuations,
-            response_budget=config.sampling.response_budget, temperature=config.sampling.temperature,
-            seed=config.run.seed, step=step,
-        )  # fmt: skip
+        rollout = collect(parts, state, config, step, grade)
     with timer.phase("credit"):
+        chunk_critic = parts.critic if config.sampling.routing == "ac2" else None
         credit = assign_credit(
-            rollout, state.stream.by_id, state.references, parts.critic,
-            lambda items: grade_responses(parts.grader, parts.tokenizer, items, parts.topology), parts.decode,
-            chunk_len=config.sampling.chunk_len, min_valid=config.replay.min_valid_for_target, version=step,
+            rollout, state.stream.by_id, state.references, chunk_critic, grade, parts.decode, config,
+            version=parts.engine.version,
         )  # fmt: skip
         all_ranks_agree(
             (credit.endpoints.value.tobytes(), credit.probes.value.tobytes(), sorted(state.readiness.ready)),
             f"values of step {step}",
         )
-        ready_before = state.readiness.ready
+        sequences, examples = refine_credit(rollout, credit, parts, state, config, step)
+        trusted = state.readiness.ready_among([g.continuation.prefix.problem_id for g in rollout.groups])
         remember(state, rollout, credit, config, step)
     with timer.phase("train"):
-        sequences = train_sequences(rollout.groups, credit, state.stream.by_id)
-        learned = update_actor_and_critic(parts.actor, parts.critic, state, sequences, config, step)
+        learned = update_actor_and_critic(parts.actor, parts.critic, state, sequences, config, step, examples)
     with timer.phase("reshard"):
-        synced = publish(parts.actor.model, parts.hf_config, parts.topology, parts.engine, step + 1)
-    return step_metrics(rollout, credit, state, ready_before, parts, timer, sequences) | learned | synced
+        synced = publish_weights(parts, config, step + 1) if _is_due(config.engine.publish_every, step + 1) else {}
+    return step_metrics(rollout, credit, state, trusted, parts, timer, sequences, step) | learned | synced
 
 
-def plan_step(state: RunState, config: Config, step: int) -> tuple[list[Problem], list[Continuation]]:
-    """Which problems are rolled out afresh, and which prefixes are continued how far."""
-    sampling, seed = config.sampling, config.run.seed
-    if sampling.routing == "grpo":
-        fresh: list[Problem] = []
-        prefixes = fresh_prefixes(
-            [problem.problem_id for problem in state.stream.take(sampling.num_prefixes)], sampling.num_prefixes
-        )
-    else:
-        fresh = state.stream.take(sampling.num_fresh)
-        replayed = state.replay.by_problem()
-        prefixes = (
-            choose_prefixes(replayed, sampling.num_prefixes, sampling.cut_grid, sampling.cut_max_fraction,
-                            stream(seed, "prefixes", step))
-            if replayed
-            else fresh_prefixes([problem.problem_id for problem in fresh], sampling.num_prefixes)
+def refine_credit(
+    rollout: Rollout, credit: Credit, parts: Parts, state: RunState, config: Config, step: int
+) -> tuple[list[TrainSequence], list[DenseExample] | None]:
+    """What the actor is trained on, and what the critic learns from instead of its target buffer (None: the buffer)."""
+    books = (state.stream.by_id, state.references)
+    sequences = train_sequences(rollout.groups, credit, state.stream.by_id)
+    if config.estimator.kind in TOKEN_ESTIMATORS:
+        refined = assign_token_credit(
+            rollout.groups, sequences, credit, *books, parts.critic, parts.actor, config, step=step,
+            calibration=state.calibration,
         )  # fmt: skip
-    continuations = route(
-        prefixes, state.readiness.ready, audit_fraction=sampling.audit_fraction, chunk_len=sampling.chunk_len,
-        response_budget=sampling.response_budget, group_size=sampling.group_size, rng=stream(seed, "audits", step),
-        routing=sampling.routing,
-    )  # fmt: skip
-    return fresh, continuations
+        return refined.sequences, refined.examples
+    if config.critic.fit == "nstep" and parts.critic is not None:
+        return sequences, nstep_examples(rollout.groups, credit, *books, parts.critic, config)
+    return sequences, None
 
 
 def remember(state: RunState, rollout: Rollout, credit: Credit, config: Config, step: int) -> None:
@@ -120,8 +111,16 @@ def remember(state: RunState, rollout: Rollout, credit: Credit, config: Config, 
     state.readiness.update(credit.records, state.references.problem_ids())
     candidates = reference_candidates(rollout, credit, config.readiness.reference_min_reward)
     state.references.add(candidates, stream(config.run.seed, "references", step))
+    if config.replay.max_target_age is not None:
+        state.targets.drop_older_than(step - config.replay.max_target_age)
     state.targets.add(credit.targets)
     state.replay.add(credit.fresh)
+
+
+def publish_weights(parts: Parts, config: Config, version: int) -> dict[str, float]:
+    return publish(
+        parts.actor.model, parts.hf_config, parts.topology, parts.engine, version, rounding=config.engine.rounding
+    )
 
 
 def _evaluate_if_due(
@@ -132,9 +131,12 @@ def _evaluate_if_due(
     if not parts.validation or not due:
         return {}
     with timer.phase("evaluate"):
+        if parts.engine.version != state.next_step:  # engine.publish_every: at the end of a run only
+            publish_weights(parts, config, state.next_step)
         scores = evaluate(
             parts.engine, parts.validation, parts.grader, parts.tokenizer, parts.topology, config.evaluation,
             response_budget=config.sampling.response_budget, seed=config.run.seed,
+            reward_range=config.data.reward_range,
         )  # fmt: skip
     return scores | {"evaluation/decoding_flops": state.counters.decoding_flops}
 

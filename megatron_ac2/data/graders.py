@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
@@ -114,17 +114,6 @@ class RuleGrader:
                 return Grade(float(verifier(answer)))
         except (Exception, GradingTimeout):  # any failure of a verifier is its own, never the run's
             return Grade(0.0, valid=False)
-
-
-def grade_many(grader: Grader, items: Iterable[tuple[Problem, str]]) -> list[Grade]:
-    """Grades in the order of the (problem, response text) pairs; a reward outside [0, 1] is an error."""
-    return [_checked(grader.grade(problem, text), problem) for problem, text in items]
-
-
-def _checked(grade: Grade, problem: Problem) -> Grade:
-    if not 0.0 <= grade.reward <= 1.0:  # also catches NaN
-        raise ValueError(f"problem {problem.problem_id}: the grader gave reward {grade.reward}, accepted: 0 to 1")
-    return grade
 
 
 def ungradable(problems: Sequence[Problem]) -> list[str]:

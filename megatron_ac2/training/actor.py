@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from megatron_ac2.algorithm.losses import clipped_policy_loss
-from megatron_ac2.config import Config
-from megatron_ac2.data.packing import pack, plan_microbatches
-from megatron_ac2.kernels.chunk_loss import vocab_parallel_logprobs_and_entropy
+from megatron_ac2.algorithm.objective import PolicyObjective, PolicyTokens, aggregation_weights, policy_loss
+from megatron_ac2.config import ActorConfig, Config, num_recorded_logprobs
+from megatron_ac2.data.packing import num_sequences, pack, plan_microbatches, sequence_ids
+from megatron_ac2.kernels.chunk_loss import TokenLogprobs, restricted_logprobs, token_logprobs
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training import step
+from megatron_ac2.training.mismatch import mismatch_sums
 from megatron_ac2.types import PackedBatch, TrainSequence
 
 
@@ -28,7 +28,7 @@ class Minibatch:
 
     microbatches: list[PackedBatch]
     num_tokens: int  # loss tokens of the whole job
-    num_sequences: int  # of the whole job, weight 0 included
+    num_units: int  # what the loss is divided by: these tokens, or the sequences that hold them
     scored: bool = False
 
 
@@ -36,7 +36,7 @@ class Actor:
     """Every method is a collective over the whole job: all ranks pass the same sequences and get the same metrics.
 
     `model` is Megatron's DDP over this rank's shard, `vocab_size` the unpadded vocabulary; `align` (packed lengths are
-    multiples of it) follows from the layout when None.
+    multiples of it) follows from the layout when None. `reference`: the frozen model of actor.reference_kl.
     """
 
     def __init__(
@@ -48,12 +48,19 @@ class Actor:
         vocab_size: int,
         pad_id: int = 0,
         align: int | None = None,
+        reference: torch.nn.Module | None = None,
     ):
         self.model = model
+        self.reference = reference
         self.optimizer = optimizer
         self.topology = topology
         self.config = config.actor
+        self.objective = objective_of(config.actor)
+        self.response_budget = config.sampling.response_budget
         self.temperature = config.sampling.temperature
+        # Under top-p or top-k the engine's log-probs are those of what the filter left: so must ours be.
+        self.is_filtered = config.sampling.top_p < 1 or bool(config.sampling.top_k)
+        self.num_recorded = num_recorded_logprobs(config)
         self.vocab_size = vocab_size
         self.pad_id = pad_id
         self.align = align or step.token_alignment(topology)
@@ -61,25 +68,38 @@ class Actor:
 
     def pack_minibatch(self, sequences: Sequence[TrainSequence]) -> Minibatch:
         """Divide the minibatch over data ranks and microbatches; all ranks hold all sequences and plan alike."""
-        lengths = [len(sequence.token_ids) for sequence in sequences]
-        plan = plan_microbatches(lengths, self.topology.data, self.config.max_tokens_per_microbatch)
-        mine = plan[self.topology.data_rank]
-        num_tokens = sum(_num_generated(sequence) for sequence in sequences if sequence.weight > 0)
-        microbatches = [self._pack([sequences[index] for index in indices]) for indices in mine]
-        return Minibatch(microbatches, num_tokens, len(sequences))
+        trained = [_num_generated(sequence) for sequence in sequences if sequence.weight > 0]
+        num_units = sum(trained) if self.config.aggregation == "token_mean" else len(trained)
+        microbatches = [self._pack([sequences[index] for index in indices]) for indices in self._plan(sequences)]
+        return Minibatch(microbatches, sum(trained), num_units)
+
+    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
+        """Log-probs of the generated tokens under the weights as they are, float32[N] a sequence, on every rank."""
+        mine = self._plan(sequences)
+        batches = [self._pack([sequences[index] for index in indices]) for indices in mine]
+        outputs = step.forward_only(self.model, batches, self._generated_logprobs, self.topology)
+        ends = np.cumsum([0, *(_num_generated(sequence) for sequence in sequences)])
+        flat = torch.zeros(int(ends[-1]), dtype=torch.float32, device=self.topology.device)
+        for indices, output in zip(mine, outputs, strict=False):  # no outputs before the last stage
+            lengths = [_num_generated(sequences[index]) for index in indices]
+            for index, values in zip(indices, output.split(lengths), strict=True):
+                flat[ends[index] : ends[index + 1]] = values
+        return np.split(step.sum_to_all(flat, self.topology).cpu().numpy(), ends[1:-1])
 
     def score(self, minibatch: Minibatch) -> dict[str, float]:
         """Fill fields["proximal_logprobs"] (last stage) under the weights as they are, at the sampling temperature.
 
         Returns sums over the job's generated tokens for `score_metrics`, which may add up several minibatches.
         """
+        if self.reference is not None:
+            step.forward_only(self.reference, minibatch.microbatches, self._score_reference, self.topology)
         collected = step.forward_only(self.model, minibatch.microbatches, self._score_microbatch, self.topology)
         minibatch.scored = True
         self._updates_since_score = 0
         return step.reduce_metrics(collected, self.topology)
 
     def update(self, minibatch: Minibatch, clip_high: float) -> dict[str, float]:
-        """One step on a scored minibatch: loss and clip fractions (means over its loss tokens), ratio extremes, norms.
+        """One step on a scored minibatch: the loss, means over its loss tokens of what the objective reports, norms.
 
         "ratio_error_first", max |log ratio| of the first update after `score`, is 0 up to rounding if nothing has
         changed the weights in between. Without a loss token, or with a loss that is not finite, no step is taken
@@ -88,12 +108,18 @@ class Actor:
         if not minibatch.scored:
             raise RuntimeError("the minibatch has no proximal log-probs: call Actor.score before Actor.update")
 
+        objective = replace(self.objective, clip_high=clip_high)
+
         def loss(logits: torch.Tensor, batch: PackedBatch) -> step.Loss:
-            return self._policy_loss(logits, batch, clip_high)
+            return self._policy_loss(logits, batch, objective)
 
         sums = step.forward_backward(self.model, minibatch.microbatches, loss, self.topology)
-        if sums["count"] != minibatch.num_tokens:
-            raise RuntimeError(f"the job trained on {sums['count']:.0f} tokens, the plan has {minibatch.num_tokens}")
+        found = (sums["count"], sums["tokens"])
+        if found != (minibatch.num_units, minibatch.num_tokens):
+            raise RuntimeError(
+                f"the job trained on {found[0]:.0f} units with {found[1]:.0f} tokens, "
+                f"the plan has {minibatch.num_units} with {minibatch.num_tokens}"
+            )
         metrics = _means(sums) | step.apply_step(self.optimizer, sums)
         error = metrics.pop("log_ratio_error_max")
         if self._updates_since_score == 0:
@@ -101,104 +127,106 @@ class Actor:
         self._updates_since_score += 1
         return metrics
 
+    def _plan(self, sequences: Sequence[TrainSequence]) -> list[list[int]]:
+        """This data rank's microbatches, as indices into `sequences`."""
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        plan = plan_microbatches(lengths, self.topology.data, self.config.max_tokens_per_microbatch)
+        return plan[self.topology.data_rank]
+
     def _pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
         fields = {
             "behavior_logprobs": [sequence.behavior_logprobs for sequence in sequences],
-            # The loss is homogeneous in the advantage, so that a weight may ride on it.
+            # Every loss is homogeneous in the advantage, so that a weight may ride on it.
             "advantages": [sequence.advantages * sequence.weight for sequence in sequences],
             "trained": [_constant(sequence, sequence.weight > 0) for sequence in sequences],
             "empty_prefix": [_constant(sequence, sequence.empty_prefix) for sequence in sequences],
         }
+        templates = {}
+        if self.num_recorded:
+            fields["top_ids"] = [sequence.top_ids for sequence in sequences]
+            fields["top_behavior"] = [sequence.top_logprobs for sequence in sequences]
+            shape = (0, self.num_recorded)
+            templates = {"top_ids": np.zeros(shape, np.int32), "top_behavior": np.zeros(shape, np.float32)}
         token_ids = [sequence.token_ids for sequence in sequences]
         starts = [sequence.num_context for sequence in sequences]
-        batch = step.to_device(pack(token_ids, fields, starts, self.align, self.pad_id), self.topology.device)
+        batch = pack(token_ids, fields, starts, self.align, self.pad_id, templates)
+        batch = step.to_device(batch, self.topology.device)
         batch.fields["generated"] = batch.loss_mask
         batch.loss_mask = batch.loss_mask * batch.fields.pop("trained")
         return batch
 
+    def _generated_logprobs(self, logits: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        return self._token_logprobs(logits, batch).labels[batch.fields["generated"].bool()]
+
+    def _score_reference(self, logits: torch.Tensor, batch: PackedBatch) -> None:
+        batch.fields["reference_logprobs"] = self._token_logprobs(logits, batch).labels
+
     def _score_microbatch(self, logits: torch.Tensor, batch: PackedBatch) -> dict[str, torch.Tensor]:
-        logprobs, entropy = self._logprobs_and_entropy(logits, batch)
-        batch.fields["proximal_logprobs"] = logprobs
+        found = self._token_logprobs(logits, batch)
+        batch.fields["proximal_logprobs"] = found.labels
         generated, empty_prefix = batch.fields["generated"], batch.fields["empty_prefix"]
         return {
-            "entropy": (entropy * generated).sum(),
-            "empty_prefix_entropy": (entropy * empty_prefix).sum(),
+            "entropy": (found.entropy * generated).sum(),
+            "empty_prefix_entropy": (found.entropy * empty_prefix).sum(),
             "empty_prefix_tokens": empty_prefix.sum(),
-            **mismatch_sums(logprobs, batch.fields["behavior_logprobs"], generated),
+            **mismatch_sums(found.labels, batch.fields["behavior_logprobs"], generated),
         }
 
-    def _policy_loss(self, logits: torch.Tensor, batch: PackedBatch, clip_high: float) -> step.Loss:
-        current, _ = self._logprobs_and_entropy(logits, batch)
-        proximal, mask = batch.fields["proximal_logprobs"], batch.loss_mask
-        loss, sums = clipped_policy_loss(
-            current,
-            proximal,
-            batch.fields["advantages"],
-            mask,
-            1.0,  # a sum: the division by the job's tokens is Megatron's (training/step.py)
-            clip_low=self.config.clip_low,
-            clip_high=clip_high,
-            dual_clip=self.config.dual_clip,
+    def _policy_loss(self, logits: torch.Tensor, batch: PackedBatch, objective: PolicyObjective) -> step.Loss:
+        found = self._token_logprobs(logits, batch)
+        fields, mask = batch.fields, batch.loss_mask
+        ids, count = sequence_ids(batch), num_sequences(batch)
+        weights, num_units = aggregation_weights(self.config.aggregation, ids, mask, count, budget=self.response_budget)
+        tokens = PolicyTokens(
+            current=found.labels,
+            proximal=fields["proximal_logprobs"],
+            behavior=fields["behavior_logprobs"],
+            advantages=fields["advantages"],
+            mask=weights,
+            sequence_ids=ids,
+            num_sequences=count,
+            entropy=found.entropy,
+            reference=fields.get("reference_logprobs"),
+            top_current=found.top,
+            top_behavior=fields.get("top_behavior"),
         )
-        metrics = {name: value for name, value in sums.items() if name not in ("loss", "tokens")}  # step.py's to give
-        metrics["log_ratio_error_max"] = ((current.detach() - proximal).abs() * mask).max()
-        return loss, mask.sum(), metrics
+        # A sum: the division by the job's units is Megatron's (training/step.py).
+        loss, metrics = policy_loss(tokens, objective, 1.0)
+        metrics.pop("loss", None)
+        error = (found.labels.detach() - fields["proximal_logprobs"]).abs()
+        metrics["log_ratio_error_max"] = (error * mask).max()
+        return loss, num_units, metrics
 
-    def _logprobs_and_entropy(self, logits: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return vocab_parallel_logprobs_and_entropy(
-            logits, batch.labels, self.topology.pg.tp, self.temperature, self.vocab_size
+    def _token_logprobs(self, logits: torch.Tensor, batch: PackedBatch) -> TokenLogprobs:
+        """Of the labels and, if they were recorded, of the sampler's most likely tokens; under the sampler's filter."""
+        top_ids = batch.fields.get("top_ids")
+        found = token_logprobs(
+            logits, batch.labels, self.topology.pg.tp, self.temperature, self.vocab_size, top_ids=top_ids
         )
+        if not self.is_filtered or top_ids is None:
+            return found
+        support = batch.fields["top_behavior"].isfinite() & batch.fields["generated"].bool()[..., None]
+        labels, top = restricted_logprobs(found.labels, found.top, support)
+        return replace(found, labels=labels, top=top)
 
 
-def mismatch_sums(logprobs: torch.Tensor, behavior: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Trainer against engine on the sampled tokens, all [1, T]: sums, and one maximum, that `score_metrics` reads."""
-    mask = mask.bool()
-    difference = (logprobs - behavior).double().masked_fill(~mask, 0.0)  # log ratio trainer / engine; 0 off the mask
-    ratio = difference.exp()
-    return {
-        "tokens": mask.sum(),
-        "abs_difference": difference.abs().sum(),
-        "abs_difference_max": difference.abs().max(),
-        "k1": -difference.sum(),
-        "k3": (ratio - 1 - difference).sum(),
-        "ratio": (ratio * mask).sum(),
-        "ratio_squared": (ratio.square() * mask).sum(),
-        "ratio_above_2": (ratio > 2).sum(),
-        "ratio_below_half": (ratio < 0.5).sum(),
-    }
-
-
-def score_metrics(scores: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The sums of one or more `Actor.score` calls -> means. k1, k3: estimates of KL(engine || trainer) in nats a token.
-
-    "ess" is (sum r)^2 / (n sum r^2) for r = trainer / engine, 1 when they agree. `empty_prefix_entropy` is NaN when no
-    response to a bare problem was generated.
-    """
-    scores = list(scores)
-    total = {name: math.fsum(score[name] for score in scores) for name in scores[0]}
-    tokens = max(total["tokens"], 1.0)
-    empty = total["empty_prefix_tokens"]
-    return {
-        "num_tokens": total["tokens"],
-        "entropy": total["entropy"] / tokens,
-        "empty_prefix_entropy": total["empty_prefix_entropy"] / empty if empty else math.nan,
-        "empty_prefix_tokens": empty,
-        "mismatch/mean_abs": total["abs_difference"] / tokens,
-        "mismatch/max_abs": max(score["abs_difference_max"] for score in scores),
-        "mismatch/k1": total["k1"] / tokens,
-        "mismatch/k3": total["k3"] / tokens,
-        "mismatch/ratio_above_2": total["ratio_above_2"] / tokens,
-        "mismatch/ratio_below_half": total["ratio_below_half"] / tokens,
-        "mismatch/ess": total["ratio"] ** 2 / (tokens * total["ratio_squared"]) if total["ratio_squared"] else 1.0,
-    }
+def objective_of(config: ActorConfig) -> PolicyObjective:
+    """The actor's loss as plain values, without what changes from step to step."""
+    return PolicyObjective(
+        loss=config.loss, anchor=config.anchor, clip_low=config.clip_low, clip_high=config.clip_high,
+        dual_clip=config.dual_clip, asympo_floor=config.asympo_floor, entropy_bonus=config.entropy_bonus,
+        importance_kind=config.importance.kind, importance_low=config.importance.low,
+        importance_high=config.importance.high, score_centering=config.score_centering.enabled,
+        kl_coefficient=config.reference_kl.coefficient, kl_estimator=config.reference_kl.estimator,
+    )  # fmt: skip
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
     """Sums over loss tokens -> means; the loss is one already, maxima stay."""
-    count = max(sums["count"], 1.0)
+    tokens = max(sums["tokens"], 1.0)
     kept = {name: value for name, value in sums.items() if name == "loss" or name.endswith("_max")}
-    means = {name: value / count for name, value in sums.items() if name not in kept and name != "count"}
-    return {**kept, **means, "num_tokens": sums["count"]}
+    means = {name: value / tokens for name, value in sums.items() if name not in (*kept, "count", "tokens")}
+    return {**kept, **means, "num_tokens": sums["tokens"]}
 
 
 def _num_generated(sequence: TrainSequence) -> int:

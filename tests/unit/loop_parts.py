@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_ac2.algorithm.references import ReferenceBank
+from megatron_ac2.config import Config
 from megatron_ac2.credit import Credit, assign_credit
-from megatron_ac2.rollout import Rollout, sample_step
+from megatron_ac2.rollout import Decoding, Rollout, sample_step
 from megatron_ac2.types import (
     Continuation,
     CriticState,
@@ -28,6 +29,7 @@ from megatron_ac2.types import (
 
 EOS = 0
 BUDGET, CHUNK_LEN = 20, 5
+DECODING = Decoding(response_budget=BUDGET, temperature=0.8)
 
 
 def ids(text: str) -> np.ndarray:
@@ -103,10 +105,17 @@ class RecordingCritic:
 
 def roll(continuations: Sequence[Continuation], texts: list[str], fresh: str = "") -> Rollout:
     """The texts of the fresh problems come first, then those of each group's members."""
-    return sample_step(
-        ScriptedSampler(texts), PROBLEMS, [PROBLEMS[name] for name in fresh], continuations, response_budget=BUDGET,
-        temperature=0.8, seed=0, step=3,
-    )  # fmt: skip
+    fresh_problems = [PROBLEMS[name] for name in fresh]
+    return sample_step(ScriptedSampler(texts), PROBLEMS, fresh_problems, continuations, DECODING, seed=0, step=3)
+
+
+def config_of(min_valid: int = 1, **estimator: object) -> Config:
+    config = Config()
+    config.sampling.response_budget, config.sampling.chunk_len = BUDGET, CHUNK_LEN
+    config.replay.min_valid_for_target = min_valid
+    for name, value in estimator.items():
+        setattr(config.estimator, name, value)
+    return config
 
 
 def credit_of(
@@ -115,8 +124,9 @@ def credit_of(
     grader: RecordingGrader | None = None,
     references: ReferenceBank | None = None,
     min_valid: int = 1,
+    config: Config | None = None,
 ) -> Credit:
     return assign_credit(
         rollout, PROBLEMS, references or ReferenceBank(), critic, grader or RecordingGrader(), text_of,
-        chunk_len=CHUNK_LEN, min_valid=min_valid, version=3,
+        config or config_of(min_valid), version=3,
     )  # fmt: skip

@@ -162,10 +162,10 @@ def test_prefix_tokens_are_context_and_a_chunks_tokens_share_its_advantage() -> 
     rollout = roll(groups, ["aaaaa", "1$", "1$", "0$"])
     credit = credit_of(rollout, RecordingCritic(lambda text: None if "aaaaa" in text else 0.5))
     first, second, third, fourth = train_sequences(rollout.groups, credit, PROBLEMS)
-    assert (text_of(first.token_ids), first.num_context, first.weight, first.advantage) == ("a?xyzaaaaa", 5, 0.0, 0.0)
+    assert (text_of(first.token_ids), first.num_context, first.weight) == ("a?xyzaaaaa", 5, 0.0)
     assert len(first.behavior_logprobs) == len(first.token_ids) - first.num_context == 5
     assert (second.num_context, second.weight) == (5, 1.0) and second.token_ids[-1] == EOS
     assert second.behavior_logprobs.tolist() == [-1, -2]
-    assert [s.advantage for s in (third, fourth)] == [0.5, -0.5]
+    assert [s.advantages.tolist() for s in (first, third, fourth)] == [[0] * 5, [0.5] * 2, [-0.5] * 2]
     assert [s.empty_prefix for s in (first, second, third, fourth)] == [False, False, True, True]
     assert first.token_ids.dtype == np.int32

@@ -9,7 +9,7 @@ import pytest
 import reasoning_gym
 
 from megatron_ac2.data import graders
-from megatron_ac2.data.graders import RuleGrader, extract_answer, grade_many, time_limit, ungradable
+from megatron_ac2.data.graders import RuleGrader, extract_answer, time_limit, ungradable
 from megatron_ac2.types import Grade, Problem, UserError
 
 
@@ -145,19 +145,6 @@ def test_another_thread_gets_a_clear_error():
     thread.start()
     thread.join()
     assert "main thread" in errors[0]
-
-
-def test_grade_many_keeps_the_order_and_checks_the_range():
-    items = [(problem(answer="1"), "Answer: 1"), (problem(answer="1"), "Answer: 2"), (chain_sum("3"), "Answer: 3")]
-    assert [grade.reward for grade in grade_many(GRADER, items)] == [1.0, 0.0, 1.0]
-
-    class Generous:
-        def grade(self, problem, response_text):
-            return Grade(float(response_text))
-
-    for reward in ("1.5", "-0.1", "nan"):
-        with pytest.raises(ValueError, match=f"problem p: the grader gave reward {reward}, accepted: 0 to 1"):
-            grade_many(Generous(), [(problem(answer="1"), reward)])
 
 
 def test_a_rubric_needs_another_grader():

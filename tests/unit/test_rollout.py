@@ -8,6 +8,7 @@ from megatron_ac2.types import Sample
 from tests.unit.loop_parts import (
     BUDGET,
     CHUNK_LEN,
+    DECODING,
     EOS,
     PROBLEMS,
     ScriptedSampler,
@@ -52,7 +53,7 @@ def test_one_call_asks_for_fresh_rollouts_and_groups_in_order() -> None:
     sampler = ScriptedSampler(["f$", "g$", "1$", "2$", "abcde", "fghij"])
     plan = [continuation(prefix("c", "xx"), "full"), continuation(prefix("d", "yy"), "chunk")]
     rollout = sample_step(
-        sampler, PROBLEMS, [PROBLEMS["a"], PROBLEMS["b"]], plan, response_budget=BUDGET, temperature=0.8, seed=0, step=3
+        sampler, PROBLEMS, [PROBLEMS["a"], PROBLEMS["b"]], plan, DECODING, seed=0, step=3
     )
     asked = [(text_of(request.prompt_ids), request.max_new_tokens) for request in sampler.requests]
     assert asked == [("a?", 20), ("b?", 20), ("c?xx", 18), ("c?xx", 18), ("d?yy", 5), ("d?yy", 5)]
@@ -73,7 +74,7 @@ def test_every_request_has_a_seed_of_its_own_at_every_step() -> None:
         sampler = ScriptedSampler(["f$"] * 2 + ["1$"] * 4)
         plan = [continuation(prefix(name), "full") for name in "cd"]
         fresh = [PROBLEMS["a"], PROBLEMS["b"]]
-        sample_step(sampler, PROBLEMS, fresh, plan, response_budget=BUDGET, temperature=1.0, seed=seed, step=step)
+        sample_step(sampler, PROBLEMS, fresh, plan, DECODING, seed=seed, step=step)
         return [request.seed for request in sampler.requests]
 
     assert seeds(3) == seeds(3)

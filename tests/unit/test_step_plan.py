@@ -13,8 +13,9 @@ from megatron_ac2 import train
 from megatron_ac2.config import Config
 from megatron_ac2.learn import update_actor_and_critic, update_critic
 from megatron_ac2.metrics import METRICS_FILE
+from megatron_ac2.plan import plan_step
 from megatron_ac2.state import RunState
-from megatron_ac2.train import plan_step, remember
+from megatron_ac2.train import remember
 from megatron_ac2.types import CriticTarget, TrainSequence, Trajectory
 from tests.unit.loop_parts import (
     BUDGET,
@@ -164,7 +165,7 @@ def test_all_is_scored_then_actor_critic_actor() -> None:
     critic = LearningCritic(0.7)
     original = critic.update
     critic.update = lambda examples: (events.append("critic"), original(examples))[1]
-    sequences = [TrainSequence(ids("ab"), n, np.zeros(1, np.float32), 0.0, 1.0, True) for n in range(4)]
+    sequences = [TrainSequence(ids("ab"), n, np.zeros(1, np.float32), np.zeros(1, np.float32), 1.0, True) for n in range(4)]
     metrics = update_actor_and_critic(RecordingActor(events), critic, state, sequences, config, step=0)
     assert events == ["score [0, 1]", "score [2, 3]", "update [0, 1] 0.32", "critic", "update [2, 3] 0.32"]
     assert state.entropy_clip.k == pytest.approx(0.04)
@@ -198,7 +199,7 @@ def test_a_loss_that_is_not_finite_halves_the_critics_rate_whatever_follows() ->
     config.critic.updates_per_step, config.critic.optimizer.lr = 2, 1e-3
     state.critic_lr.lr = 1e-3
     critic = LearningCritic(math.nan, 0.5)
-    sequences = [TrainSequence(ids("ab"), 1, np.zeros(1, np.float32), 0.0, 1.0, True)] * 2
+    sequences = [TrainSequence(ids("ab"), 1, np.zeros(1, np.float32), np.zeros(1, np.float32), 1.0, True)] * 2
     metrics = update_actor_and_critic(RecordingActor([]), critic, state, sequences, config, step=0)
     assert critic.rates == [5e-4] and metrics["critic/lr"] == 5e-4
 
@@ -224,7 +225,7 @@ def test_a_crash_right_after_a_checkpoint_loses_no_row(
 
     monkeypatch.setattr(train, "build", lambda config: (parts, SimpleNamespace(next_step=0)))
     monkeypatch.setattr(train, "load_latest", lambda parts, state, _: setattr(state, "next_step", disk["next_step"]))
-    monkeypatch.setattr(train, "publish", lambda *args: {})
+    monkeypatch.setattr(train, "publish_weights", lambda *args: {})
     monkeypatch.setattr(train, "train_step", lambda parts, state, config, step, timer: {"actor/loss": float(step)})
     monkeypatch.setattr(train, "save", save)
     with pytest.raises(KeyboardInterrupt):

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from megatron_ac2.training.actor import mismatch_sums, score_metrics
-from megatron_ac2.training.value_head_critic import value_metrics, value_sums
+from megatron_ac2.training.mismatch import mismatch_sums, score_metrics
+from megatron_ac2.training.value_labels import value_metrics, value_sums
 
 
 def scored(logprobs, behavior, mask):
