@@ -70,29 +70,6 @@ def best_at_k(rewards: np.ndarray) -> float:
     return float(np.asarray(rewards, dtype=np.float64).max(axis=1).mean())
 
 
-def critic_calibration(
-    values: np.ndarray, outcomes: np.ndarray, valid: np.ndarray | None = None
-) -> tuple[float, float]:
-    """Values and what they should have been, f[N] each -> (mean absolute error, bias = mean(value - outcome)).
-
-    Entries with `valid` False are left out; nan when none is left.
-    """
-    error = np.asarray(values, dtype=np.float64) - np.asarray(outcomes, dtype=np.float64)
-    if valid is not None:
-        error = error[np.asarray(valid, dtype=bool)]
-    return (float(np.abs(error).mean()), float(error.mean())) if error.size else (math.nan, math.nan)
-
-
-def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
-    """1 - Var(return - value) / Var(return), f[N] each: 1 is perfect, 0 no better than a constant.
-
-    nan if the returns do not vary, or there are none.
-    """
-    returns = np.asarray(returns, dtype=np.float64)
-    variance = returns.var() if returns.size else 0.0
-    return float(1 - (returns - np.asarray(values, dtype=np.float64)).var() / variance) if variance > 0 else math.nan
-
-
 def share(flags: np.ndarray | Sequence[bool]) -> float:
     """The share of True, over any shape; nan of nothing. For `from_critic[B, G]` it is critic/endpoint_share."""
     flags = np.asarray(flags, dtype=bool)

@@ -18,8 +18,6 @@ from megatron_ac2.metrics import (
     METRICS_FILE,
     MetricsWriter,
     best_at_k,
-    critic_calibration,
-    explained_variance,
     invalid_rate,
     mean_at_k,
     share,
@@ -49,22 +47,6 @@ def test_one_problem_has_no_error():
 
 def test_best_at_k():
     assert best_at_k(np.array([[1, 0], [0, 0], [0.5, 0.2]])) == pytest.approx(0.5)
-
-
-def test_calibration_keeps_the_sign_and_leaves_out_the_invalid():
-    values, outcomes = np.array([0.5, 0.9, 1.0]), np.array([1.0, 0.8, 0.0])
-    assert critic_calibration(values, outcomes) == pytest.approx((1.6 / 3, 0.6 / 3))
-    assert critic_calibration(values, outcomes, np.array([True, True, False])) == pytest.approx((0.3, -0.2))
-    assert all(math.isnan(x) for x in critic_calibration(values, outcomes, np.zeros(3, bool)))
-
-
-def test_explained_variance_special_cases():
-    returns = np.array([0.0, 1.0, 1.0, 0.0])
-    assert explained_variance(returns, returns) == 1
-    assert explained_variance(np.full(4, 0.5), returns) == 0
-    assert explained_variance(1 - returns, returns) == -3
-    assert math.isnan(explained_variance(returns, np.ones(4)))
-    assert math.isnan(explained_variance(np.zeros(0), np.zeros(0)))
 
 
 def test_shares():
