@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_ac2.algorithm import policy_losses
-from megatron_ac2.algorithm.importance import TOKEN_KINDS, importance_problems, importance_weights
+from megatron_ac2.algorithm.importance import KINDS, TOKEN_KINDS, importance_problems, importance_weights
 from megatron_ac2.algorithm.ratios import sequence_sums, to_tokens, wide
 from megatron_ac2.algorithm.score_centering import score_centering
 from megatron_ac2.types import UserError
@@ -66,7 +66,7 @@ def policy_loss(
     """sum_t mask_t (w_t loss_t + A_t C_t - entropy_bonus H_t + kl_coefficient KL_t) / max(num_units, 1), a scalar.
 
     num_units: what the job's tokens are averaged over (see `aggregation_weights`). The importance ratio is
-    proximal / behavior for the ratio losses (decoupled PPO, arXiv 2505.24298, eq. 5) and current / behavior, detached,
+    proximal / behavior for the ratio losses (decoupled PPO, AReaL, arXiv 2505.24298) and current / behavior, detached,
     for `policy_gradient`. Gradients reach current, entropy and top_current only.
     Second, detached SUMS over unmasked tokens, each counted once whatever the mask holds: "tokens", their number, and
     the signals of the parts that the objective has.
@@ -182,7 +182,7 @@ def _clashes(objective: PolicyObjective) -> list[str]:
             "actor.score_centering.enabled: found true, but with actor.anchor behavior the loss's own ratio already "
             "weighs for the engine; set actor.anchor proximal"
         )
-    if kind not in TOKEN_KINDS:
+    if kind in KINDS and kind not in TOKEN_KINDS:
         problems.append(
             f"actor.score_centering.enabled: found true with actor.importance.kind {kind}; accepted with: "
             f"{', '.join(TOKEN_KINDS)}"

@@ -27,8 +27,8 @@ def ppo(
 ) -> tuple[Tensor, Signals]:
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = pi / anchor; for A < 0 at most -A dual_clip.
 
-    Schulman et al. 2017 (eq. 7) with bounds of their own (clip-higher, arXiv 2503.14476) and dual clip (arXiv
-    1912.09729, eq. 5; None: none). All [..., T]. Signals: ratio, kl_k1 and kl_k3 (of KL(anchor || pi), on the anchor's
+    Schulman et al. 2017 (arXiv 1707.06347, eq. 7) with two bounds (clip-higher, arXiv 2503.14476) and dual clip (arXiv
+    1912.09729; None: none). All [..., T]. Signals: ratio, kl_k1 and kl_k3 (of KL(anchor || pi), on the anchor's
     samples), and clip_low, clip_high, dual_clip: 1 where that bound took the token's gradient.
     """
     log_ratio = wide(current) - wide(anchor).detach()
@@ -46,8 +46,8 @@ def cispo(
 ) -> tuple[Tensor, Signals]:
     """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi: the ratio is clipped, no token loses its gradient.
 
-    MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. All [..., T]. Signals as `ppo`; clip_low and clip_high are 1 where the
-    ratio was cut, whatever the advantage.
+    MiniMax-M1, arXiv 2506.13585, section 3.1; clip_low 1 is its setting without a lower bound. All [..., T]. Signals as
+    `ppo`; clip_low and clip_high are 1 where the ratio was cut, whatever the advantage.
     """
     log_ratio = (wide(current) - wide(anchor)).detach()
     ratio = bounded_exp(log_ratio)
@@ -70,8 +70,8 @@ def gspo(
 ) -> tuple[Tensor, Signals]:
     """PPO's clipped loss with the sequence's ratio s = exp(mean_t log(pi_t / anchor_t)), arXiv 2507.18071.
 
-    The token form, eq. 14: s_t = sg[s] pi_t / sg[pi_t]. With equal advantages in a sequence and sequence-mean
-    aggregation its value and gradient are those of the sequence form (eq. 5). All [..., T]; sequences whole. The
+    The GSPO-token form, s_t = sg[s] pi_t / sg[pi_t]. With equal advantages in a sequence and sequence-mean aggregation,
+    value and gradient are those of the sequence form, min(s A, clip(s) A). All [..., T]; sequences whole. The
     paper's bounds are far tighter than PPO's: clip_low 3e-4, clip_high 4e-4. Signals as `ppo`, `ratio` being s; the
     KL estimates are by token.
     """
@@ -108,7 +108,7 @@ def reference_kl(current: Tensor, reference: Tensor, estimator: str) -> Tensor:
     Schulman, "Approximating KL divergence" (2020), with x = log(reference / pi): k1 = -x, k2 = x^2 / 2,
     k3 = e^x - 1 - x. As a loss, what counts is the gradient's mean over pi's samples, and only k2's is that of
     KL(pi || reference): k1's is 0 (E grad log pi: noise, no pull), k3's is that of KL(reference || pi). Nothing is done
-    about that here, as in verl's kl_loss_type kl, mse and low_var_kl, and in TRL's GRPO (k3).
+    about that here, as in verl's kl_loss_type k1, k2 and k3 (its k1+ and k3+ have k2's gradient) and TRL's GRPO (k3).
     """
     x = wide(reference).detach() - wide(current)
     if estimator == "k1":
