@@ -28,7 +28,7 @@ from megatron_ac2.config_file import load_config
 from megatron_ac2.data.packing import pack, plan_microbatches
 from megatron_ac2.data.worked import WorkedSolution, load_worked, step_values
 from megatron_ac2.entry import run_entry_point
-from megatron_ac2.kernels.chunk_loss import vocab_parallel_logprobs_and_entropy
+from megatron_ac2.kernels.vocab_logprobs import vocab_parallel_logprobs_and_entropy
 from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
 from megatron_ac2.model.hf_weights import load_hf_weights, save_hf
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown

@@ -11,7 +11,7 @@ import torch
 from megatron_ac2.algorithm.objective import PolicyObjective, PolicyTokens, aggregation_weights, policy_loss
 from megatron_ac2.config import ActorConfig, Config, num_recorded_logprobs
 from megatron_ac2.data.packing import num_sequences, pack, plan_microbatches, sequence_ids
-from megatron_ac2.kernels.chunk_loss import TokenLogprobs, restricted_logprobs, token_logprobs
+from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs, restricted_logprobs, token_logprobs
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training import step
 from megatron_ac2.training.mismatch import mismatch_sums

@@ -13,7 +13,7 @@ from megatron_ac2.algorithm.soft_value import ReplyTree, reply_tree, soft_value
 from megatron_ac2.algorithm.value_prompt import build_value_prompt, grid_replies, parse_value, value_ids
 from megatron_ac2.config import Config
 from megatron_ac2.data.packing import pack, plan_microbatches
-from megatron_ac2.kernels.chunk_loss import vocab_parallel_logprobs_and_entropy
+from megatron_ac2.kernels.vocab_logprobs import vocab_parallel_logprobs_and_entropy
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training import step
 from megatron_ac2.types import CriticExample, CriticState, PackedBatch, Sampler, SampleRequest, UserError, Values

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_ac2.kernels.chunk_loss import token_logprobs
+from megatron_ac2.kernels.vocab_logprobs import token_logprobs
 from megatron_ac2.parallel.collectives import all_ranks_agree
 
 SHAPE, WIDTH, K = (2, 6), 32, 5

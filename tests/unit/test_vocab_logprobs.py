@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ac2.kernels import chunk_loss
-from megatron_ac2.kernels.chunk_loss import (
+from megatron_ac2.kernels import vocab_logprobs
+from megatron_ac2.kernels.vocab_logprobs import (
     OUTSIDE_LOGPROB,
     restricted_logprobs,
     token_logprobs,
@@ -75,7 +75,7 @@ def test_gradient_by_hand():
 @pytest.mark.parametrize("tile_elements", [1, 50, 1 << 24])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_equals_float64_reference(monkeypatch, temperature, vocab_size, tile_elements, recorded):
-    monkeypatch.setattr(chunk_loss, "_TILE_ELEMENTS", tile_elements)
+    monkeypatch.setattr(vocab_logprobs, "_TILE_ELEMENTS", tile_elements)
     logits, labels, top_ids, weights = case(vocab_size=vocab_size)
     rest = (labels, top_ids if recorded else None, temperature, vocab_size)
     found = value_and_gradient(lambda x: ours(x, *rest), logits, weights)
@@ -165,12 +165,12 @@ def test_shards_combine_to_the_whole(monkeypatch, tp, vocab_size):
     logits, labels, top_ids, weights = case(vocab_size=vocab_size)
     whole = value_and_gradient(lambda x: ours(x, labels, top_ids, 0.8, vocab_size), logits, weights)
     shards, sent = logits.chunk(tp, -1), []
-    monkeypatch.setattr(chunk_loss.dist, "all_reduce", lambda numbers, group: sent.append(numbers.clone()))
+    monkeypatch.setattr(vocab_logprobs.dist, "all_reduce", lambda numbers, group: sent.append(numbers.clone()))
     for rank in range(tp):
         token_logprobs(shards[rank], labels, Group(rank, tp), 0.8, vocab_size, top_ids)
     assert all(numbers.shape == (15, 1 + K + 3 * tp) for numbers in sent)  # what the module's docstring promises
     total = torch.stack(sent).sum(0)
-    monkeypatch.setattr(chunk_loss.dist, "all_reduce", lambda numbers, group: numbers.copy_(total))
+    monkeypatch.setattr(vocab_logprobs.dist, "all_reduce", lambda numbers, group: numbers.copy_(total))
     for rank in range(tp):
         values, gradient = value_and_gradient(
             lambda x, rank=rank: ours(x, labels, top_ids, 0.8, vocab_size, Group(rank, tp)), shards[rank], weights

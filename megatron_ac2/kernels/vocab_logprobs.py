@@ -1,4 +1,4 @@
-"""Log-probs and entropy of next tokens over a tensor-parallel vocabulary: the one seam where a fused op goes later.
+"""Log-probs and entropy of next tokens from logits over a tensor-parallel vocabulary: the naive twin of chunk_loss.py.
 
 The contract of the seam is `token_logprobs`: forward, log-probs of 1 + k chosen tokens a position and the entropy;
 backward, one coefficient for each of those numbers in, d logits out, in one pass. Rows are walked in tiles, so that
