@@ -19,6 +19,7 @@ from megatron_ac2.data.problems import load_problems
 from megatron_ac2.model.build import check_layout, load_hf_config, transformer_config
 from megatron_ac2.parallel.topology import check_world
 from megatron_ac2.state import critic_kind
+from megatron_ac2.training.value_head_critic import context_problems
 from megatron_ac2.types import Problem, UserError
 
 
@@ -65,6 +66,8 @@ def read_inputs(config: Config) -> Inputs:
         problems += [f"critic.path: {problem}" for problem in check_layout(critic_hf, config.parallel)]
         if hf_config is not None and critic_hf.vocab_size != hf_config.vocab_size:
             problems.append(f"critic.path: vocabulary of {critic_hf.vocab_size}, the actor's is {hf_config.vocab_size}")
+    if critic_hf is not None and critic_kind(config) == "value_head":
+        problems += context_problems(config, critic_hf.max_position_embeddings)
     problems += check_world(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
     max_model_len = 0
     if train:

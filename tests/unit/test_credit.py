@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from tests.unit.loop_parts import (
     PROBLEMS,
     RecordingCritic,
     RecordingGrader,
+    config_of,
     continuation,
     credit_of,
     ids,
@@ -169,3 +172,46 @@ def test_prefix_tokens_are_context_and_a_chunks_tokens_share_its_advantage() -> 
     assert [s.advantages.tolist() for s in (first, third, fourth)] == [[0] * 5, [0.5] * 2, [-0.5] * 2]
     assert [s.empty_prefix for s in (first, second, third, fourth)] == [False, False, True, True]
     assert first.token_ids.dtype == np.int32
+
+
+def test_a_singleton_is_compared_with_the_value_of_its_own_prefix() -> None:
+    """One chunk of a ready problem beside a full group of two: v - V(s), and the target of V(s) is v alone."""
+    groups = [continuation(prefix("a", "x"), "chunk", 1), continuation(prefix("b"), "full"),
+              continuation(prefix("a", "y"), "chunk", 1)]  # fmt: skip
+    rollout = roll(groups, ["abcde", "1$", "0$", "fghij"])
+    values = {"x": 0.4, "xabcde": 0.9, "": 0.5, "y": None, "yfghij": 0.7}
+    credit = credit_of(rollout, RecordingCritic(values.get), config=config_of(min_valid=2, kind="singleton"))
+    np.testing.assert_allclose(credit.advantages, [[0.5, 0.0], [0.5, -0.5], [0.0, 0.0]], atol=1e-6)
+    assert credit.weights.tolist() == [[1, 0], [1, 1], [0, 0]]  # without V(s) there is nothing to compare with
+    assert credit.endpoints.present.tolist() == [[True, False], [True, True], [True, False]]
+    assert [target.value for target in credit.targets] == [0.9, 0.5, 0.7]
+    assert [target.tag for target in credit.targets] == ["bootstrapped", "terminal", "bootstrapped"]
+    assert [len(s.advantages) for s in train_sequences(rollout.groups, credit, PROBLEMS)] == [5, 2, 2, 5]
+
+
+def test_rloo_and_grpo_read_the_group_their_own_way() -> None:
+    rollout = roll([continuation(prefix("a", replayed=False), "full", 4)], ["1$", "0$", "0$", "0$"])
+    leave_one_out = credit_of(rollout, None, config=config_of(baseline="leave_one_out"))
+    np.testing.assert_allclose(leave_one_out.advantages, [[1, -1 / 3, -1 / 3, -1 / 3]], atol=1e-6)
+    normalised = credit_of(rollout, None, config=config_of(divide_by_std=True))
+    std = np.std([1, 0, 0, 0], ddof=1)
+    np.testing.assert_allclose(normalised.advantages, [[0.75 / std, *[-0.25 / std] * 3]], rtol=1e-4)
+
+
+def test_an_overlong_answer_loses_reward_in_the_loss_alone() -> None:
+    """Budget 20, the last 10 tokens cost up to 1: 15 tokens cost a half; the recorded reward stays 1."""
+    rollout = roll([continuation(prefix("a", replayed=False), "full")], ["1" * 14 + "$", "1$"])
+    config = config_of()
+    config.sampling.overlong_cache = 10
+    credit = credit_of(rollout, None, config=config)
+    np.testing.assert_allclose(credit.advantages, [[-0.25, 0.25]], atol=1e-6)
+    assert credit.endpoints.value.tolist() == [[1, 1]]
+
+
+def test_recorded_tokens_travel_with_their_chunk() -> None:
+    rollout = roll([continuation(prefix("a"), "full", 1)], ["1$"])
+    chunk = rollout.groups[0].chunks[0]
+    recorded = replace(chunk, top_ids=np.arange(6).reshape(2, 3), top_logprobs=np.zeros((2, 3), np.float32))
+    groups = (replace(rollout.groups[0], chunks=(recorded,)),)
+    (sequence,) = train_sequences(groups, credit_of(rollout, None), PROBLEMS)
+    assert sequence.top_ids is recorded.top_ids and sequence.top_logprobs is recorded.top_logprobs

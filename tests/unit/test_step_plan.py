@@ -128,6 +128,48 @@ def test_a_step_is_remembered_in_every_book() -> None:
     assert (target.problem_id, text_of(target.response_ids), target.value) == ("a", "x", 0.5)
 
 
+def test_a_stale_buffer_is_filled_all_at_once_and_then_left_alone() -> None:
+    """Two fresh problems a step, five steps at once: ten rollouts over four problems, at steps 0, 5, 10."""
+    state, config = make()
+    config.replay.kind, config.replay.stale_every, config.replay.capacity = "stale", 5, 10
+    taken = [len(plan_step(state, config, step)[0]) for step in range(11)]
+    assert taken == [10, 0, 0, 0, 0, 10, 0, 0, 0, 0, 10]
+    fresh, plan = plan_step(state, config, 1)  # nothing replayed yet, and nothing fresh: the stream's next problems
+    assert fresh == [] and len(plan) == 4 and not any(c.prefix.replayed for c in plan)
+
+
+def test_an_open_global_gate_trusts_problems_that_were_never_measured() -> None:
+    state, config = make()
+    config.readiness.kind = "global_only"
+    state = RunState.fresh(config, list(PROBLEMS.values()))
+    fill_replay(state)
+    assert {c.mode for c in plan_step(state, config, 1)[1]} == {"full"}
+    rollout = roll([continuation(prefix("c", "x"), "full")], ["1$", "1$"])
+    remember(state, rollout, credit_of(rollout, RecordingCritic(lambda text: 1.0)), config, step=1)
+    assert sorted(c.mode for c in plan_step(state, config, 2)[1]) == ["audit", "chunk", "chunk", "chunk"]
+
+
+def test_singletons_have_prefixes_of_their_own() -> None:
+    state, config = make(group_size=3)
+    config.estimator.kind = "singleton"
+    fill_replay(state)
+    make_ready(state, "a")
+    plan = plan_step(state, config, 1)[1]
+    single = [c for c in plan if c.mode == "chunk"]
+    assert len(single) == 3 and {(c.group_size, c.prefix.problem_id) for c in single} == {(1, "a")}
+    assert len({len(c.prefix.response_ids) for c in single}) == 3  # distinct cuts
+    assert [c.group_size for c in plan if c.mode != "chunk"] == [3, 3, 3]
+
+
+def test_old_targets_are_dropped_at_their_age() -> None:
+    state, config = make()
+    config.replay.max_target_age = 2
+    state.targets.add([CriticTarget("a", ids("x"), 0.5, "terminal", version) for version in range(5)])
+    rollout = roll([continuation(prefix("a", "x"), "full")], ["1$", "0$"])
+    remember(state, rollout, credit_of(rollout, None), config, step=5)
+    assert sorted(t.version for t in state.targets.sample(9, np.random.default_rng(0))) == [3, 4]
+
+
 class LearningCritic(RecordingCritic):
     def __init__(self, *losses: float):
         self.losses, self.batches, self.rates = list(losses), [], []
@@ -165,7 +207,8 @@ def test_all_is_scored_then_actor_critic_actor() -> None:
     critic = LearningCritic(0.7)
     original = critic.update
     critic.update = lambda examples: (events.append("critic"), original(examples))[1]
-    sequences = [TrainSequence(ids("ab"), n, np.zeros(1, np.float32), np.zeros(1, np.float32), 1.0, True) for n in range(4)]
+    zero = np.zeros(1, np.float32)
+    sequences = [TrainSequence(ids("ab"), n, zero, zero, 1.0, True) for n in range(4)]
     metrics = update_actor_and_critic(RecordingActor(events), critic, state, sequences, config, step=0)
     assert events == ["score [0, 1]", "score [2, 3]", "update [0, 1] 0.32", "critic", "update [2, 3] 0.32"]
     assert state.entropy_clip.k == pytest.approx(0.04)
@@ -186,6 +229,29 @@ def test_a_referenced_pair_is_learnt_with_and_without_the_reference_at_half_weig
     config.critic.use_references, config.critic.updates_per_step = False, 1
     update_critic(critic, state, config, step=1)
     assert [example.weight for example in critic.batches[-1]] == [1.0, 1.0]
+
+
+def test_a_reference_may_be_the_only_prompt() -> None:
+    state, config = make()
+    state.targets.add([CriticTarget(name, ids("x"), 0.5, "terminal", 0) for name in "ab"])
+    state.references.add({"a": [ids("REF")]}, np.random.default_rng(0))
+    config.critic.reference_prompts = "reference_only"
+    critic = LearningCritic(0.1)
+    update_critic(critic, state, config, step=0)
+    found = {(e.state.problem.problem_id, e.state.reference_ids is not None): e.weight for e in critic.batches[0]}
+    assert found == {("a", True): 1.0, ("b", False): 1.0}
+
+
+def test_dense_examples_take_the_place_of_the_buffer() -> None:
+    """Batches of at most two of three, drawn anew for each update; none at all leaves the critic alone."""
+    state, config = make()
+    state.targets.add([CriticTarget("a", ids("x"), 0.5, "terminal", 0)])
+    critic = LearningCritic(0.1, 0.2, 0.3)
+    critic.update_dense = critic.update
+    config.critic.batch_size, config.critic.updates_per_step = 2, 3
+    update_critic(critic, state, config, 0, ["one", "two", "three"])
+    assert [len(set(batch)) for batch in critic.batches] == [2, 2, 2] and len({*map(tuple, critic.batches)}) > 1
+    assert update_critic(critic, state, config, 0, []) == {}
 
 
 def test_no_target_no_critic_update() -> None:
