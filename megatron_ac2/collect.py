@@ -40,7 +40,7 @@ def collect(parts: Parts, state: RunState, config: Config, step: int, grade: Gra
 def _sample(parts: Parts, state: RunState, config: Config, step: int, round: int = 0) -> Rollout:
     fresh, continuations = plan_step(state, config, step)
     return sample_step(
-        parts.engine, state.stream.by_id, fresh, continuations, Decoding.of(config), seed=config.run.seed, step=step,
+        parts.engine, state.stream.by_id, fresh, continuations, Decoding.of(config, parts.hf_config.vocab_size), seed=config.run.seed, step=step,
         round=round,
     )  # fmt: skip
 
@@ -66,7 +66,13 @@ def calibrate(parts: Parts, state: RunState, config: Config, grade: GradeMany) -
     """RFPO: label rollouts of the first policy once, and fit the frozen critic's verdict to them (arXiv 2609.37119)."""
     problems = _take(state, config.estimator.rfpo_num_labelled)
     sampled = sample_step(
-        parts.engine, state.stream.by_id, problems, [], Decoding.of(config), seed=config.run.seed, step=state.next_step
+        parts.engine,
+        state.stream.by_id,
+        problems,
+        [],
+        Decoding.of(config, parts.hf_config.vocab_size),
+        seed=config.run.seed,
+        step=state.next_step,
     ).fresh
     grades = grade([(problem, sample.token_ids) for problem, sample in sampled])
     values = parts.critic.score([CriticState(problem, sample.token_ids, None) for problem, sample in sampled])

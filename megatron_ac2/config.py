@@ -245,7 +245,11 @@ class Config:
     megatron: dict[str, Any] = field(default_factory=dict)  # any other TransformerConfig field
 
 
-def num_recorded_logprobs(config: Config) -> int:
+_TIED_TOKENS = 16  # the engine keeps every token that ties with the k-th: of 152k bf16 logits 5 at k = 128, 13 at most
+
+
+def num_recorded_logprobs(config: Config, vocab_size: int) -> int:
     """How many of the sampler's tokens a position the loss needs: score centering's head, a filter's whole support."""
     head = config.actor.score_centering.top_k if config.actor.score_centering.enabled else 0
-    return max(head, config.sampling.top_k or 0)
+    support = config.sampling.top_k + _TIED_TOKENS if config.sampling.top_k else 0
+    return min(max(head, support), vocab_size)

@@ -40,11 +40,11 @@ class Decoding:
     num_top_logprobs: int = 0
 
     @classmethod
-    def of(cls, config: Config) -> Decoding:
+    def of(cls, config: Config, vocab_size: int) -> Decoding:
         sampling = config.sampling
         return cls(
             sampling.response_budget, sampling.temperature, sampling.top_p, sampling.top_k or 0,
-            num_recorded_logprobs(config),
+            num_recorded_logprobs(config, vocab_size),
         )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ class Actor:
         self.temperature = config.sampling.temperature
         # Under top-p or top-k the engine's log-probs are those of what the filter left: so must ours be.
         self.is_filtered = config.sampling.top_p < 1 or bool(config.sampling.top_k)
-        self.num_recorded = num_recorded_logprobs(config)
+        self.num_recorded = num_recorded_logprobs(config, vocab_size)
         self.vocab_size = vocab_size
         self.pad_id = pad_id
         self.align = align or step.token_alignment(topology)

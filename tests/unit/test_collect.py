@@ -35,7 +35,7 @@ def make(scripts: list[list[str]], **sampling: object) -> tuple[SimpleNamespace,
     config.sampling.response_budget, config.sampling.chunk_len = BUDGET, CHUNK_LEN
     for name, value in sampling.items():
         setattr(config.sampling, name, value)
-    parts = SimpleNamespace(engine=Rounds(scripts))
+    parts = SimpleNamespace(engine=Rounds(scripts), hf_config=SimpleNamespace(vocab_size=200))
     return parts, RunState.fresh(config, list(PROBLEMS.values())), config
 
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_ac2.rollout import audit_states, context_ids, response_of, sample_step, stop_reason
+from megatron_ac2.config import Config
+from megatron_ac2.rollout import Decoding, audit_states, context_ids, response_of, sample_step, stop_reason
 from megatron_ac2.types import Sample
 from tests.unit.loop_parts import (
     BUDGET,
@@ -52,9 +53,7 @@ def test_a_full_rollout_that_the_engine_cut_is_an_error(mode: str) -> None:
 def test_one_call_asks_for_fresh_rollouts_and_groups_in_order() -> None:
     sampler = ScriptedSampler(["f$", "g$", "1$", "2$", "abcde", "fghij"])
     plan = [continuation(prefix("c", "xx"), "full"), continuation(prefix("d", "yy"), "chunk")]
-    rollout = sample_step(
-        sampler, PROBLEMS, [PROBLEMS["a"], PROBLEMS["b"]], plan, DECODING, seed=0, step=3
-    )
+    rollout = sample_step(sampler, PROBLEMS, [PROBLEMS["a"], PROBLEMS["b"]], plan, DECODING, seed=0, step=3)
     asked = [(text_of(request.prompt_ids), request.max_new_tokens) for request in sampler.requests]
     assert asked == [("a?", 20), ("b?", 20), ("c?xx", 18), ("c?xx", 18), ("d?yy", 5), ("d?yy", 5)]
     assert {request.temperature for request in sampler.requests} == {0.8}
@@ -95,3 +94,18 @@ def test_audits_are_read_where_a_chunk_would_have_ended() -> None:
     found = audit_states(roll(plan, texts).groups, CHUNK_LEN)
     # a: "abcd" and its end are exactly a chunk long, hence never an open end; b is no audit.
     assert [(member, text_of(response)) for member, response in found] == [((2, 1), "xvwxyz"), ((3, 0), "xabcde")]
+
+
+def test_what_is_recorded_a_position_covers_the_loss_and_the_filter() -> None:
+    """The filter's own k and 16 that may tie with the last of them, no more than the vocabulary has."""
+    config = Config()
+    assert Decoding.of(config, 100).num_top_logprobs == 0
+    config.sampling.top_k, config.sampling.top_p = 20, 0.9
+    decoding = Decoding.of(config, 100)
+    assert (decoding.top_p, decoding.top_k, decoding.num_top_logprobs) == (0.9, 20, 36)
+    config.actor.score_centering.enabled, config.actor.score_centering.top_k = True, 64
+    assert Decoding.of(config, 100).num_top_logprobs == 64 and Decoding.of(config, 50).num_top_logprobs == 50
+    sampler = ScriptedSampler(["f$", "1$", "2$"])
+    sample_step(sampler, PROBLEMS, [PROBLEMS["a"]], [continuation(prefix("b"), "full")], decoding, seed=0, step=0)
+    assert [request.num_top_logprobs for request in sampler.requests] == [0, 36, 36]
+    assert {(request.top_p, request.top_k) for request in sampler.requests} == {(0.9, 20)}
