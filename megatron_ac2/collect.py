@@ -13,7 +13,7 @@ from megatron_ac2.config import Config
 from megatron_ac2.credit import GradeMany
 from megatron_ac2.plan import plan_step
 from megatron_ac2.report import count_decoding
-from megatron_ac2.rollout import Decoding, Rollout, response_of, sample_step
+from megatron_ac2.rollout import Rollout, response_of, sample_step
 from megatron_ac2.state import RunState
 from megatron_ac2.types import ChunkGroup, CriticState, Problem
 
@@ -40,7 +40,7 @@ def collect(parts: Parts, state: RunState, config: Config, step: int, grade: Gra
 def _sample(parts: Parts, state: RunState, config: Config, step: int, round: int = 0) -> Rollout:
     fresh, continuations = plan_step(state, config, step)
     return sample_step(
-        parts.engine, state.stream.by_id, fresh, continuations, Decoding.of(config, parts.hf_config.vocab_size), seed=config.run.seed, step=step,
+        parts.engine, state.stream.by_id, fresh, continuations, parts.decoding, seed=config.run.seed, step=step,
         round=round,
     )  # fmt: skip
 
@@ -70,7 +70,7 @@ def calibrate(parts: Parts, state: RunState, config: Config, grade: GradeMany) -
         state.stream.by_id,
         problems,
         [],
-        Decoding.of(config, parts.hf_config.vocab_size),
+        parts.decoding,
         seed=config.run.seed,
         step=state.next_step,
     ).fresh

@@ -21,7 +21,7 @@ from megatron_ac2.model.checkpoint import load_checkpoint, save_checkpoint
 from megatron_ac2.model.hf_weights import load_hf_weights
 from megatron_ac2.parallel.topology import Topology, init_topology
 from megatron_ac2.perf import DecodingCost
-from megatron_ac2.rollout import grade_responses
+from megatron_ac2.rollout import Decoding, grade_responses
 from megatron_ac2.state import RunState, critic_kind, identity
 from megatron_ac2.training.actor import Actor
 from megatron_ac2.training.generative_critic import GenerativeCritic
@@ -40,6 +40,7 @@ class Parts:
     engine: ColocatedEngine
     grader: Grader
     validation: list[Problem]
+    decoding: Decoding
     decoding_cost: DecodingCost
     models: dict[str, torch.nn.Module]  # what a checkpoint holds, by role
     optimizers: dict[str, SharedWeightsOptimizer]
@@ -67,7 +68,7 @@ def build(config: Config) -> tuple[Parts, RunState]:
                     inputs.hf_config.vocab_size, inputs.pad_id, reference=_reference_model(config, inputs, topology)),
         critic=_build_critic(config, inputs, topology, models, optimizers, engine),
         engine=engine, grader=RuleGrader(config.data.grading_timeout), validation=inputs.validation,
-        decoding_cost=DecodingCost.of(inputs.hf_config), models=models, optimizers=optimizers,
+        decoding=Decoding.of(config, inputs.hf_config.vocab_size), decoding_cost=DecodingCost.of(inputs.hf_config), models=models, optimizers=optimizers,
         identity=identity(config, inputs.hf_config, inputs.tokenizer, PROMPT_HASH),
     )  # fmt: skip
     return parts, RunState.fresh(config, inputs.train)

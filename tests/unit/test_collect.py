@@ -13,7 +13,7 @@ from megatron_ac2.report import request_lengths
 from megatron_ac2.rollout import GradeCache
 from megatron_ac2.state import RunState
 from megatron_ac2.types import Grade, Values
-from tests.unit.loop_parts import BUDGET, CHUNK_LEN, PROBLEMS, RecordingGrader, ScriptedSampler, ids, text_of
+from tests.unit.loop_parts import BUDGET, CHUNK_LEN, DECODING, PROBLEMS, RecordingGrader, ScriptedSampler, ids, text_of
 
 
 @dataclass
@@ -35,7 +35,7 @@ def make(scripts: list[list[str]], **sampling: object) -> tuple[SimpleNamespace,
     config.sampling.response_budget, config.sampling.chunk_len = BUDGET, CHUNK_LEN
     for name, value in sampling.items():
         setattr(config.sampling, name, value)
-    parts = SimpleNamespace(engine=Rounds(scripts), hf_config=SimpleNamespace(vocab_size=200))
+    parts = SimpleNamespace(engine=Rounds(scripts), decoding=DECODING)
     return parts, RunState.fresh(config, list(PROBLEMS.values())), config
 
 
