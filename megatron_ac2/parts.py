@@ -68,7 +68,8 @@ def build(config: Config) -> tuple[Parts, RunState]:
                     inputs.hf_config.vocab_size, inputs.pad_id, reference=_reference_model(config, inputs, topology)),
         critic=_build_critic(config, inputs, topology, models, optimizers, engine),
         engine=engine, grader=RuleGrader(config.data.grading_timeout), validation=inputs.validation,
-        decoding=Decoding.of(config, inputs.hf_config.vocab_size), decoding_cost=DecodingCost.of(inputs.hf_config), models=models, optimizers=optimizers,
+        decoding=Decoding.of(config, inputs.hf_config.vocab_size), decoding_cost=DecodingCost.of(inputs.hf_config),
+        models=models, optimizers=optimizers,
         identity=identity(config, inputs.hf_config, inputs.tokenizer, PROMPT_HASH),
     )  # fmt: skip
     return parts, RunState.fresh(config, inputs.train)
