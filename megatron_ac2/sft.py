@@ -36,7 +36,7 @@ from megatron_ac2.random_streams import stream
 from megatron_ac2.report import COST_FILE
 from megatron_ac2.training.optimizer import build_optimizer
 from megatron_ac2.training.step import Loss, apply_step, forward_backward, to_device, token_alignment
-from megatron_ac2.training.value_head_critic import value_metrics, value_sums
+from megatron_ac2.training.value_labels import value_metrics, value_sums
 from megatron_ac2.types import PackedBatch, UserError
 
 

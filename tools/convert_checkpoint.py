@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -29,6 +30,7 @@ from transformers import PretrainedConfig
 from megatron_ac2.config import ParallelConfig
 from megatron_ac2.model.build import build_model, check_layout, load_hf_config
 from megatron_ac2.model.hf_files import VALUE_HEAD_FILE, HfReader, copy_tokenizer
+from megatron_ac2.model.hf_table import VALUE_HEAD
 from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights, save_hf
 from megatron_ac2.parallel.collectives import barrier, gather_objects
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
@@ -46,6 +48,7 @@ class Source:
     folder: Path
     hf_config: PretrainedConfig
     head: str  # "lm" | "value"
+    value_outputs: int  # of a value head
     dtype: str
     rounded: bool  # the user asked for `dtype`, whatever the source's files hold
     parallel: ParallelConfig
@@ -91,10 +94,12 @@ def read_source(arguments: argparse.Namespace) -> Source:
         hf_config = load_hf_config(folder)
         reader = HfReader(folder)
         head = "value" if (folder / VALUE_HEAD_FILE).is_file() else "lm"
+        value_outputs = reader.shape(VALUE_HEAD)[0] if head == "value" else 1
         dtype = arguments.dtype or reader.dtype("model.embed_tokens.weight")
     else:
         note = read_note(folder)
         hf_config, head, dtype = load_hf_config(folder / _HF), note["head"], note["dtype"]
+        value_outputs = note.get("value_outputs", 1)
         if arguments.dtype not in (None, dtype):
             raise UserError(f"--dtype: found {arguments.dtype}; to-hf keeps the source's {dtype}")
     problems = check_layout(hf_config, parallel)
@@ -102,10 +107,10 @@ def read_source(arguments: argparse.Namespace) -> Source:
         problems.append(f"{folder}: weights are {dtype}, accepted: {', '.join(DTYPES)}; give --dtype")
     if problems:
         raise UserError(problems)
-    return Source(folder, hf_config, head, dtype, arguments.dtype is not None, parallel)
+    return Source(folder, hf_config, head, value_outputs, dtype, arguments.dtype is not None, parallel)
 
 
-def read_note(folder: Path) -> dict[str, str]:
+def read_note(folder: Path) -> dict[str, Any]:
     if not (folder / _NOTE).is_file():
         raise UserError(f"{folder}: no {_NOTE} in it; to-hf reads what to-megatron wrote")
     return json.loads((folder / _NOTE).read_text())
@@ -134,9 +139,10 @@ def to_megatron(source: Source, topology: Topology, out: Path, verify: bool) -> 
     load_hf_weights(model, source.hf_config, topology, source.folder)
     dist_checkpointing.save(sharded_state(model, topology), str(out))
     if topology.rank == 0:
+        note = {"head": source.head, "value_outputs": source.value_outputs, "dtype": source.dtype}
         source.hf_config.save_pretrained(out / _HF)
         copy_tokenizer(source.folder, out / _HF)
-        (out / _NOTE).write_text(json.dumps({"head": source.head, "dtype": source.dtype}))
+        (out / _NOTE).write_text(json.dumps(note))
     barrier()
     if verify:
         del model
@@ -151,7 +157,10 @@ def to_hf(source: Source, topology: Topology, out: Path, verify: bool) -> None:
 
 
 def new_model(source: Source, topology: Topology) -> GPTModel:
-    return build_model(source.hf_config, topology, source.parallel, DTYPES[source.dtype], source.head)
+    return build_model(
+        source.hf_config, topology, source.parallel, DTYPES[source.dtype], source.head,
+        value_outputs=source.value_outputs,
+    )  # fmt: skip
 
 
 def load_megatron(source: Source, topology: Topology, folder: Path) -> GPTModel:

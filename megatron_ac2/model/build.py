@@ -197,9 +197,10 @@ def build_model(
     head: Literal["lm", "value"] = "lm",
     extra: dict[str, Any] | None = None,
     seed: int = 0,
+    value_outputs: int = 1,
 ) -> GPTModel:
     """This rank's stage and shard, freshly initialised. On the last stage it returns logits [B, S, V / tensor] ("lm"),
-    or value logits fp32 [B, S, 1] ("value").
+    or value logits fp32 [B, S, value_outputs] ("value"; model.value_head.HEAD_OUTPUTS has what critic.head needs).
 
     Raises `UserError` if the layout does not fit the model, or on CUDA without Transformer Engine.
     """
@@ -223,7 +224,9 @@ def build_model(
         torch.manual_seed(seed)
         if head == "lm":
             return GPTModel(config, _layer_spec(config, topology), **arguments)
-        return ValueModel(config, _layer_spec(config, topology), **arguments, device=topology.device, head_seed=seed)
+        spec = _layer_spec(config, topology)
+        head_arguments = {"device": topology.device, "head_seed": seed, "num_outputs": value_outputs}
+        return ValueModel(config, spec, **arguments, **head_arguments)
 
 
 def _layer_spec(config: TransformerConfig, topology: Topology) -> Any:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from transformers import PretrainedConfig
 
-from megatron_ac2.model.hf_files import HfFolderWriter, HfReader, copy_tokenizer
+from megatron_ac2.model.hf_files import VALUE_HEAD_FILE, HfFolderWriter, HfReader, copy_tokenizer
 from megatron_ac2.model.hf_table import LM_HEAD, VALUE_HEAD, Cut, Rule, Table, cut_dim
-from megatron_ac2.model.value_head import ValueModel
+from megatron_ac2.model.value_head import HEAD_OUTPUTS, ValueModel
 from megatron_ac2.parallel.collectives import broadcast_object, gather_objects
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.types import UserError
@@ -187,9 +187,25 @@ def _shape_errors(table: Table, reader: HfReader, rule: Rule, shapes: Sequence[t
     problems = []
     for name, shape in zip(rule.parts, shapes, strict=True):
         expected = table.full_shape(rule.cut, shape, tensor)
-        if reader.shape(name) != expected:
-            problems.append(f"{name}: found shape {reader.shape(name)} in {reader.folder}, config.json says {expected}")
+        found = reader.shape(name)
+        if found != expected and name == VALUE_HEAD:
+            problems.append(_head_error(reader, found, expected))
+        elif found != expected:
+            problems.append(f"{name}: found shape {found} in {reader.folder}, config.json says {expected}")
     return problems
+
+
+def _head_error(reader: HfReader, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """A head of another kind is a mistake in the configuration more often than in the file."""
+
+    def named(shape: tuple[int, ...]) -> str:
+        kinds = [kind for kind, outputs in HEAD_OUTPUTS.items() if shape == (outputs, expected[1])]
+        return f"shape {shape}" + (f" ({' or '.join(kinds)})" if kinds else "")
+
+    return (
+        f"critic.head: {VALUE_HEAD} in {reader.folder} has {named(found)}, accepted: {named(expected)}; set "
+        f"critic.head to the kind that was trained, or take {VALUE_HEAD_FILE} out of the folder for a fresh head"
+    )
 
 
 def _read_piece(reader: HfReader, name: str, cut: Cut, shape: torch.Size, tensor_rank: int) -> torch.Tensor:

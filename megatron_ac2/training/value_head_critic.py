@@ -1,36 +1,45 @@
-"""The value-head critic: a Megatron model of its own that reads a state and gives sigmoid(logit) at its last token."""
+"""The value-head critic: a Megatron model of its own that reads a state and gives its value at any of its tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from megatron_ac2.algorithm.losses import value_bce_loss
 from megatron_ac2.config import Config
 from megatron_ac2.data.packing import pack, plan_microbatches
+from megatron_ac2.model.hf_weights import unwrap
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training import step
-from megatron_ac2.types import CriticExample, CriticState, PackedBatch, Values
+from megatron_ac2.training.value_labels import (
+    check_labels,
+    head_values,
+    label_fields,
+    label_loss,
+    places_of,
+    value_metrics,
+)
+from megatron_ac2.types import CriticExample, CriticState, DenseExample, PackedBatch, Values
 
 
-@dataclass(frozen=True, slots=True)
-class DenseExample:
-    """Values along one response: `targets[i]` is the value once the first `positions[i]` response tokens are there."""
-
-    state: CriticState
-    positions: np.ndarray  # int[k], distinct, in [0, S]
-    targets: np.ndarray  # float32[k], in [0, 1]
-    weight: float = 1.0  # of each of the k labels
+def context_problems(config: Config, model_max_len: int) -> list[str]:
+    """What is wrong with critic.max_context_len for a value head whose model reads `model_max_len` tokens."""
+    found = config.critic.max_context_len
+    if found is None or 0 < found <= model_max_len:
+        return []
+    return [f"critic.max_context_len: found {found}, accepted: 1 to {model_max_len}, what its model reads, or null"]
 
 
 class ValueHeadCritic:
-    """Implements `types.Critic`. The context is [reference, separator,] prompt, response; too long ones are invalid.
+    """Implements `types.TokenCritic`. The context is [reference, separator,] prompt, response; too long: invalid.
 
-    `model` is Megatron's DDP over this rank's shard of a value model (model.build, head "value"). `model_max_len`
-    limits the context where config.critic.max_context_len is null.
+    `model` is Megatron's DDP over this rank's shard of a value model (model.build, head "value", with as many outputs
+    as HEAD_OUTPUTS has for config.critic.head). `model_max_len` limits the context where config.critic.max_context_len
+    is null. `snapshot_model`, bare or in DDP, is a second such model in the same layout, never trained: it starts as a
+    copy of `model` and is renewed every config.critic.snapshot_every updates, counted by the optimizer. T-SAC's frozen
+    critic in place of a target network (arXiv 2503.03660).
     """
 
     def __init__(
@@ -44,6 +53,7 @@ class ValueHeadCritic:
         model_max_len: int,
         pad_id: int = 0,
         align: int | None = None,
+        snapshot_model: torch.nn.Module | None = None,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -53,19 +63,38 @@ class ValueHeadCritic:
         self.max_context_len = self.config.max_context_len or model_max_len
         self.pad_id = pad_id
         self.align = align or step.token_alignment(topology)
+        self.snapshot_model = snapshot_model
+        if snapshot_model is not None:
+            self.refresh_snapshot()
 
     def score(self, states: Sequence[CriticState]) -> Values:
         """V(s) of each state. A collective. A state whose context is too long, or empty, is invalid with value 0."""
-        contexts = [self.context_ids(state) for state in states]
-        valid = np.array([self._fits(ids) for ids in contexts], dtype=bool)
-        value = np.zeros(len(states), dtype=np.float32)
-        if valid.any():
-            chosen = np.flatnonzero(valid)
-            value[chosen] = self._last_values([contexts[index] for index in chosen])
-        return Values(value, valid)
+        last = [np.array([len(state.response_ids)]) for state in states]
+        paths = self.score_paths(states, last)
+        valid = np.array([path is not None for path in paths], dtype=bool)
+        return Values(np.array([0.0 if path is None else path[0] for path in paths], dtype=np.float32), valid)
+
+    def score_paths(
+        self, states: Sequence[CriticState], positions: Sequence[np.ndarray], frozen: bool = False
+    ) -> list[np.ndarray | None]:
+        """V after the first `positions[i]` response tokens of state i, float32 each; None where it is too long.
+
+        A collective: one forward pass a state, on one data rank, and every rank gets all values. `frozen`: by the
+        snapshot. Raises RuntimeError if there is none, ValueError for positions outside of a response.
+        """
+        if frozen and self.snapshot_model is None:
+            raise RuntimeError("score_paths(frozen=True) needs a snapshot_model, and this critic has none")
+        model = self.snapshot_model if frozen else self.model
+        kept = [index for index, state in enumerate(states) if self._fits(self.context_ids(state))]
+        paths: list[np.ndarray | None] = [None] * len(states)
+        if kept:
+            found = self._path_values(model, [states[i] for i in kept], [np.asarray(positions[i]) for i in kept])
+            for index, path in zip(kept, found, strict=True):
+                paths[index] = path
+        return paths
 
     def update(self, examples: Sequence[CriticExample]) -> dict[str, float]:
-        """One optimizer step on sum_i weight_i BCE(logit_i, value_i) / sum_i weight_i. A collective.
+        """One optimizer step on sum_i weight_i loss(V(s_i), value_i) / sum_i weight_i. A collective.
 
         Too long contexts are skipped; see `update_dense` for the metrics.
         """
@@ -81,19 +110,40 @@ class ValueHeadCritic:
         return self.update_dense(dense)
 
     def update_dense(self, examples: Sequence[DenseExample]) -> dict[str, float]:
-        """One step on the mean BCE over all labels, each weighted by its example's weight. A collective.
+        """One step on the mean loss over all labels, each weighted by its example's weight. A collective.
 
+        The losses of a label's N targets are averaged. config.critic.head names the loss: cross-entropy of a bounded
+        scalar (bce) or of a distribution over the grid (two_hot), or squared error, clipped against the old values
+        where there are any (mse).
         Metrics: loss, mae, explained_variance (1 - Var(target - value) / Var(target), 0 where the targets do not vary),
-        mean_value, mean_target, num_labels, num_skipped, grad_norm, update_norm, stepped. No label left, or a loss that
-        is not finite: no step ("stepped" 0). Raises ValueError for positions outside the response or given twice.
+        mean_value, mean_target, all against a label's mean target, num_labels, num_skipped, grad_norm, update_norm,
+        stepped. No label left, or a loss that is not finite: no step ("stepped" 0). Raises ValueError for positions
+        outside the response or given twice, and for targets, masks or old values that do not fit them.
         """
         examples = [example for example in examples if example.weight > 0 and len(example.positions)]
         kept = [example for example in examples if self._fits(self.context_ids(example.state))]
         num_labels = sum(len(example.positions) for example in kept)
         counts = {"num_labels": float(num_labels), "num_skipped": float(len(examples) - len(kept))}
         microbatches = self._label_microbatches(kept)
-        sums = step.forward_backward(self.model, microbatches, _label_loss, self.topology)
-        return value_metrics(sums) | counts | step.apply_step(self.optimizer, sums)
+        sums = step.forward_backward(self.model, microbatches, partial(label_loss, self.config), self.topology)
+        stepped = step.apply_step(self.optimizer, sums)
+        if self.snapshot_model is not None and self.num_updates % self.config.snapshot_every == 0:
+            self.refresh_snapshot()
+        return value_metrics(sums) | counts | stepped
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps over the whole run: the optimizer's own count, which a checkpoint holds."""
+        return self.optimizer.num_steps
+
+    @torch.no_grad()
+    def refresh_snapshot(self) -> None:
+        """Make the snapshot a copy of the critic as it is now. Each rank copies its own shard."""
+        if self.snapshot_model is None:
+            raise RuntimeError("refresh_snapshot needs a snapshot_model, and this critic has none")
+        current = dict(unwrap(self.model).named_parameters())
+        for name, parameter in unwrap(self.snapshot_model).named_parameters():
+            parameter.copy_(current[name])
 
     def context_ids(self, state: CriticState) -> np.ndarray:
         """What the critic reads: int32[(R + 1) + P + S]."""
@@ -114,77 +164,38 @@ class ValueHeadCritic:
         ends = [len(ids) for ids in contexts]  # no token is predicted
         return pack(contexts, {}, ends, self.align, self.pad_id)
 
-    def _last_values(self, contexts: Sequence[np.ndarray]) -> np.ndarray:
-        """Values [N] in the order asked; each is computed by one data rank and handed to all."""
+    def _path_values(
+        self, model: torch.nn.Module, states: Sequence[CriticState], positions: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Values of states that all fit. Each is computed by one data rank and handed to all."""
+        contexts = [self.context_ids(state) for state in states]
+        places = [
+            places_of(len(ids), len(state.response_ids), asked)
+            for ids, state, asked in zip(contexts, states, positions, strict=True)
+        ]
+        bounds = np.cumsum([0, *map(len, places)])
         mine = self._plan(contexts)
         batches = [step.to_device(self._pack([contexts[i] for i in indices]), self.topology.device) for indices in mine]
-        outputs = step.forward_only(self.model, batches, lambda logits, _: logits[0, :, 0].sigmoid(), self.topology)
-        values = torch.zeros(len(contexts), dtype=torch.float64, device=self.topology.device)
+        outputs = step.forward_only(model, batches, lambda out, _: head_values(self.config.head, out)[0], self.topology)
+        values = torch.zeros(int(bounds[-1]), dtype=torch.float32, device=self.topology.device)
         for indices, batch, output in zip(mine, batches, outputs, strict=False):  # no outputs before the last stage
-            ends = batch.cu_seqlens[1 : len(indices) + 1].long() - 1
-            values[torch.tensor(indices, dtype=torch.long, device=values.device)] = output[ends].double()
-        return step.sum_to_all(values, self.topology).cpu().numpy()
+            for index, start in zip(indices, batch.cu_seqlens.tolist(), strict=False):
+                read = torch.from_numpy(start + places[index]).to(values.device)
+                values[bounds[index] : bounds[index + 1]] = output[read]
+        gathered = step.sum_to_all(values, self.topology).cpu().numpy()
+        return [gathered[start:end].copy() for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
     def _label_microbatches(self, examples: Sequence[DenseExample]) -> list[PackedBatch]:
         """Weights are normalised to mean one over all labels, as training/step.py asks."""
         total = sum(example.weight * len(example.positions) for example in examples)
         scale = sum(len(example.positions) for example in examples) / total if total else 0.0
         contexts = [self.context_ids(example.state) for example in examples]
+        for ids, example in zip(contexts, examples, strict=True):  # on every rank alike, whoever will train on it
+            check_labels(example)
+            places_of(len(ids), len(example.state.response_ids), example.positions)
         batches = []
         for indices in self._plan(contexts):
             batch = self._pack([contexts[index] for index in indices])
-            batch.fields.update(self._label_fields(batch, [examples[index] for index in indices], scale))
+            batch.fields.update(label_fields(batch, [examples[index] for index in indices], scale))
             batches.append(step.to_device(batch, self.topology.device))
         return batches
-
-    def _label_fields(
-        self, batch: PackedBatch, examples: Sequence[DenseExample], scale: float
-    ) -> dict[str, torch.Tensor]:
-        targets, weights = torch.zeros_like(batch.loss_mask), torch.zeros_like(batch.loss_mask)
-        for example, end in zip(examples, batch.cu_seqlens[1:].tolist(), strict=False):
-            response_len = len(example.state.response_ids)
-            if len(np.unique(example.positions)) != len(example.positions):
-                raise ValueError(f"labels of one response must be at distinct positions, found {example.positions}")
-            if example.positions.min() < 0 or example.positions.max() > response_len:
-                raise ValueError(f"labels must lie in [0, {response_len}], found {example.positions}")
-            places = torch.as_tensor(end - 1 - response_len + example.positions, dtype=torch.long)
-            targets[0, places] = torch.as_tensor(example.targets, dtype=torch.float32)
-            weights[0, places] = example.weight * scale
-        return {"targets": targets, "label_weights": weights}
-
-
-def _label_loss(output: torch.Tensor, batch: PackedBatch) -> step.Loss:
-    logits, targets, weights = output[..., 0], batch.fields["targets"], batch.fields["label_weights"]
-    loss = value_bce_loss(logits, targets, weights)
-    values = logits.detach().sigmoid()
-    return loss, (weights > 0).sum(), value_sums(values, targets, weights)
-
-
-def value_sums(values: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Weighted moments of values against targets, all of one shape, that `value_metrics` reads."""
-    values, targets, weights = values.double(), targets.double(), weights.double()
-    errors = targets - values
-    moments = {
-        "weight": torch.ones_like(values),
-        "abs_error": errors.abs(),
-        "error": errors,
-        "error_squared": errors.square(),
-        "target": targets,
-        "target_squared": targets.square(),
-        "value": values,
-    }
-    return {name: (weights * moment).sum() for name, moment in moments.items()}
-
-
-def value_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    weight = sums["weight"] or 1.0
-    mean = {name: value / weight for name, value in sums.items()}
-    variance = mean["target_squared"] - mean["target"] ** 2
-    residual = mean["error_squared"] - mean["error"] ** 2
-    return {
-        "loss": sums["loss"],
-        "mae": mean["abs_error"],
-        "explained_variance": 1 - residual / variance if variance > 1e-12 else 0.0,
-        "mean_value": mean["value"],
-        "mean_target": mean["target"],
-    }

@@ -52,7 +52,7 @@ def test_two_ranks_in_one_process_out_tied_bf16_with_value_head(tiny_tied: Path,
     shutil.copytree(tiny_tied, source)
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    save_file({"value_head.weight": torch.randn(1, 64)}, source / "value_head.safetensors")
+    save_file({"value_head.weight": torch.randn(11, 64)}, source / "value_head.safetensors")
     (source / "tokenizer.json").write_text("{}")
     torchrun(TOOL, 2, "to-megatron", source, tmp_path / "megatron", "--pipeline", 2, "--verify")
     done = convert("to-hf", tmp_path / "megatron", tmp_path / "hf", "--verify")
