@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from megatron_ac2.algorithm.losses import value_bce_loss
+from megatron_ac2.algorithm.value_losses import value_bce_loss
 from megatron_ac2.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_ac2.config_file import load_config
 from megatron_ac2.data.packing import pack, plan_microbatches

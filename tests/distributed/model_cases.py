@@ -89,16 +89,20 @@ def check_export(model, hf_config, topology, folder: Path) -> None:
     assert names.count("lm_head.weight") == (0 if hf_config.tie_word_embeddings else 1)
 
 
-def check_save(model, hf_config, topology, parallel, folder: Path, scratch: Path, head: str) -> None:
-    target = scratch / f"saved_{folder.name}_{head}_{parallel.tensor}_{parallel.pipeline}_{parallel.sequence}"
+def check_save(
+    model, hf_config, topology, parallel, folder: Path, scratch: Path, head: str, value_outputs: int = 1
+) -> Path:
+    layout = f"{parallel.tensor}_{parallel.pipeline}_{parallel.sequence}"
+    target = scratch / f"saved_{folder.name}_{head}_{value_outputs}_{layout}"
     before = [parameter.detach().clone() for parameter in model.parameters()]
     save_hf(model, hf_config, topology, target, tokenizer_from=folder)
-    again = build_model(load_hf_config(target), topology, parallel, torch.float32, head, seed=99)
+    again = build_model(load_hf_config(target), topology, parallel, torch.float32, head, None, 99, value_outputs)
     load_hf_weights(again, hf_config, topology, target)
     for found, expected in zip(again.parameters(), before, strict=True):
         assert torch.equal(found, expected)
     leftovers = [path.name for path in scratch.iterdir() if path.name.startswith(".")]
     assert not leftovers, leftovers
+    return target
 
 
 def check_refusal(model, hf_config, topology, folder: Path, *expected: str) -> None:
@@ -149,8 +153,15 @@ def run_layout(layout: tuple[int, int, bool], reference, folder: Path, scratch: 
     critic = build_model(hf_config, topology, parallel, torch.float32, head="value", seed=5)
     load_hf_weights(critic, hf_config, topology, folder)
     check_forward(critic, reference, topology, "values", hf_config.vocab_size)
-    check_save(critic, hf_config, topology, parallel, folder, scratch, "value")
+    saved = check_save(critic, hf_config, topology, parallel, folder, scratch, "value")
     if refusals:
+        two_hot = build_model(hf_config, topology, parallel, torch.float32, "value", seed=5, value_outputs=11)
+        load_hf_weights(two_hot, hf_config, topology, folder)
+        check_save(two_hot, hf_config, topology, parallel, folder, scratch, "value", 11)
+        check_refusal(
+            two_hot, hf_config, topology, saved,
+            "critic.head", "shape (1, 64) (bce or mse)", "accepted: shape (11, 64) (two_hot)",
+        )  # fmt: skip
         odd_names, odd_shape = scratch / "odd_names", scratch / "odd_shape"
         check_refusal(model, hf_config, topology, odd_names, "model.norm.weight: missing", "surprise.weight: found")
         check_failed_save(model, hf_config, topology, folder, scratch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,8 @@ from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights
 from megatron_ac2.parallel.collectives import all_ranks_agree
 from megatron_ac2.parallel.topology import init_topology, shutdown
 from megatron_ac2.training import step
-from megatron_ac2.training.actor import Actor, score_metrics
+from megatron_ac2.training.actor import Actor
+from megatron_ac2.training.mismatch import score_metrics
 from megatron_ac2.training.generative_critic import GenerativeCritic
 from megatron_ac2.training.optimizer import build_optimizer
 from megatron_ac2.training.value_head_critic import ValueHeadCritic
@@ -53,15 +55,22 @@ class GradientProbe:
 class Bench:
     """One model in one layout, reloaded before every check."""
 
-    def __init__(self, layout: tuple[int, int, bool], folder: Path, head: str, distributed_optimizer: bool = False):
+    def __init__(
+        self, layout: tuple[int, int, bool], folder: Path, head: str, distributed_optimizer: bool = False,
+        value_outputs: int = 1,
+    ):  # fmt: skip
         self.parallel = ParallelConfig(*layout)
         self.topology = init_topology(self.parallel, seed=0, timeout_minutes=2)
         self.folder = folder
         self.hf_config = load_hf_config(folder)
-        module = build_model(self.hf_config, self.topology, self.parallel, torch.float32, head, seed=case.HEAD_SEED)
+        self.outputs = {"head": head, "value_outputs": value_outputs}
+        module = self.fresh_model(case.HEAD_SEED)
         self.head_weights = [p.detach().clone() for n, p in module.named_parameters() if n == "output_layer.weight"]
         self.model = wrap_ddp(module, distributed_optimizer)
         self.probe = GradientProbe(self.model)
+
+    def fresh_model(self, seed: int) -> torch.nn.Module:
+        return build_model(self.hf_config, self.topology, self.parallel, torch.float32, seed=seed, **self.outputs)
 
     def reload(self) -> None:
         for weight in self.head_weights:  # a value head is not in the folder
@@ -151,13 +160,20 @@ def check_all_masked(bench: Bench, actor: Actor, sequences: list[TrainSequence])
     assert all(torch.equal(x, before[name]) for name, x in bench.weights().items())
 
 
-def check_value_head(bench: Bench, reference: dict[str, Any], split: tuple[int, int]) -> None:
+def make_value_critic(
+    bench: Bench, optimizer: Any, split: tuple[int, int], head: str = "bce", snapshot: torch.nn.Module | None = None
+) -> ValueHeadCritic:
     config = case.make_config()
+    config.critic.head, config.critic.value_clip, config.critic.snapshot_every = head, case.VALUE_CLIP, 2
     config.critic.max_tokens_per_microbatch, align = split[0], split[1] * bench.topology.tensor
-    critic = ValueHeadCritic(
-        bench.model, bench.probe, bench.topology, config,
-        separator_id=case.SEPARATOR_ID, model_max_len=case.MODEL_MAX_LEN, align=align,
+    return ValueHeadCritic(
+        bench.model, optimizer, bench.topology, config, separator_id=case.SEPARATOR_ID,
+        model_max_len=case.MODEL_MAX_LEN, align=align, snapshot_model=snapshot,
     )  # fmt: skip
+
+
+def check_value_head(bench: Bench, reference: dict[str, Any], split: tuple[int, int]) -> None:
+    critic = make_value_critic(bench, bench.probe, split)
     bench.reload()
     values = critic.score(case.make_states())
     assert values.valid.tolist() == [True, True, False, True, True, True]
@@ -165,6 +181,7 @@ def check_value_head(bench: Bench, reference: dict[str, Any], split: tuple[int, 
     assert values.value[2] == 0
     assert critic.score([]).value.shape == (0,)
     all_ranks_agree(values.value.tobytes(), "values")
+    check_paths(critic)
     updates = (
         ("value_update", critic.update, case.make_examples()),
         ("value_dense", critic.update_dense, case.make_dense_examples()),
@@ -176,6 +193,62 @@ def check_value_head(bench: Bench, reference: dict[str, Any], split: tuple[int, 
         assert_metrics(metrics, reference[name]["metrics"])
         bench.assert_gradients(reference[name]["gradients"])
     check_no_step(bench, critic)
+
+
+def check_paths(critic: ValueHeadCritic) -> None:
+    """One pass over a response says at each position what a state that ends there is worth."""
+    states = case.make_states()
+    positions = [np.array(asked, dtype=int) for asked in ([0, 4, 2], [17, 0], [3], [0], [], [1])]
+    paths = critic.score_paths(states, positions)
+    assert paths[2] is None and paths[4].shape == (0,)
+    ends = [(replace(states[i], response_ids=states[i].response_ids[:p]), paths[i][j])
+            for i in (0, 1, 3, 5) for j, p in enumerate(positions[i])]  # fmt: skip
+    found = critic.score([state for state, _ in ends])
+    np.testing.assert_allclose(found.value, [value for _, value in ends], atol=1e-6)
+    assert found.valid.all() and all(path.dtype == np.float32 for path in paths if path is not None)
+    for positions, frozen in (([np.array([5])], False), ([np.array([0])], True)):  # past the end; no snapshot
+        try:
+            critic.score_paths(states[:1], positions, frozen)
+        except (ValueError, RuntimeError) as error:
+            assert "snapshot_model" in str(error) if frozen else "0 to 4 response tokens" in str(error), error
+        else:
+            raise AssertionError(f"positions {positions}, frozen {frozen} were accepted")
+
+
+def check_heads(bench: Bench, heads: tuple[str, ...], reference: dict[str, Any], split: tuple[int, int]) -> None:
+    """Every head's loss on several targets a label, masked ones and old values among them."""
+    for head in heads:
+        bench.reload()
+        critic = make_value_critic(bench, bench.probe, split, head)
+        fresh = critic.score(case.make_states())
+        assert (np.abs(fresh.value[fresh.valid] - 0.5) < 0.1).all(), fresh.value
+        metrics = critic.update_dense(case.make_nstep_examples())
+        assert metrics["num_skipped"] == 1 and metrics["stepped"] == 1
+        assert_metrics(metrics, reference["value_nstep"][head]["metrics"])
+        bench.assert_gradients(reference["value_nstep"][head]["gradients"])
+
+
+def check_training_and_snapshot(layout: tuple[int, int, bool], folder: Path, head: str) -> None:
+    """Three real steps: the loss falls; the snapshot, of other weights at first, follows at the second only."""
+    bench = Bench(layout, folder, "value", distributed_optimizer=True, value_outputs=case.HEADS[head])
+    bench.reload()
+    optimizer = build_optimizer(bench.model, case.OPTIMIZER, torch.float32)
+    critic = make_value_critic(bench, optimizer, SPLITS[1], head, snapshot=bench.fresh_model(seed=99))
+    states = case.make_states()[:2]
+    positions = [np.array([0, 3]), np.array([17])]
+
+    def values(frozen: bool) -> np.ndarray:
+        return np.concatenate(critic.score_paths(states, positions, frozen))
+
+    losses, live, frozen = [], [values(False)], [values(True)]
+    for _ in range(3):
+        losses.append(critic.update_dense(case.make_nstep_examples())["loss"])
+        live.append(values(False))
+        frozen.append(values(True))
+    assert critic.num_updates == 3 and losses[0] > losses[1] > losses[2], losses
+    assert all((before != after).any() for before, after in zip(live, live[1:], strict=False)), live
+    for step_index, copied_at in enumerate([0, 0, 2, 2]):
+        np.testing.assert_array_equal(frozen[step_index], live[copied_at])
 
 
 def check_no_step(bench: Bench, critic: ValueHeadCritic) -> None:
@@ -224,6 +297,10 @@ def run_layout(layout: tuple[int, int, bool], folder: Path, reference: dict[str,
     tied = load_hf_config(folder).tie_word_embeddings
     if not tied:  # the value head replaces the output layer, so that a tied trunk is no other case
         checks.append(("value", check_value_head))
+        check_heads(Bench(layout, folder, "value"), ("bce", "mse"), reference, SPLITS[0])
+        check_heads(Bench(layout, folder, "value", value_outputs=11), ("two_hot",), reference, SPLITS[0])
+        for head in ("mse", "two_hot"):
+            check_training_and_snapshot(layout, folder, head)
     benches = {head: Bench(layout, folder, head) for head in dict.fromkeys(head for head, _ in checks)}
     check_refusals(benches["lm"])
     for split in SPLITS[:1] if tied else SPLITS:

@@ -12,13 +12,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qw
 
 from megatron_ac2.algorithm import value_prompt
 from megatron_ac2.config import Config, OptimizerConfig
-from megatron_ac2.training.value_head_critic import DenseExample
-from megatron_ac2.types import CriticExample, CriticState, Problem, TrainSequence
+from megatron_ac2.types import CriticExample, CriticState, DenseExample, Problem, TrainSequence
 from tools.prepare_quickstart import train_tokenizer
 
 TEMPERATURE, CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.8, 0.2, 0.3, 3.0
 SEPARATOR_ID, HEAD_SEED, MAX_CONTEXT_LEN = 3, 5, 60
 MODEL_MAX_LEN = 400
+HEADS = {"bce": 1, "mse": 1, "two_hot": 11}  # outputs
+VALUE_CLIP = 0.05
 # A large eps: AdamW's first step is then a smooth function of the gradient, not its sign.
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-2, grad_clip=0.3)
 Gradients = dict[str, torch.Tensor]
@@ -116,6 +117,19 @@ def make_dense_examples() -> list[DenseExample]:
     ]
 
 
+def make_nstep_examples() -> list[DenseExample]:
+    """Up to three targets a row, some on the grid. A fresh head says about 0.5, so that a value leaves 0.3 and 0.62 by
+    more than the clip, with targets on either side; the second example has no old values, and one target a row."""
+    states = make_states()
+    targets = np.array([[0.1, 0.95, 0.2], [0.5, 0.33, np.nan], [1.0, np.nan, 0.0]], dtype=np.float32)
+    old_values = np.array([0.3, 0.52, 0.62], dtype=np.float32)
+    return [
+        DenseExample(states[1], np.array([0, 5, 17]), targets, 0.5, ~np.isnan(targets), old_values),
+        DenseExample(states[4], np.array([25, 3]), np.array([0.0, 0.64], dtype=np.float32), 2.0),
+        DenseExample(states[2], np.array([1]), np.array([[0.5, 0.6]], dtype=np.float32)),  # too long
+    ]
+
+
 def as_last_token(examples: Iterable[CriticExample]) -> list[DenseExample]:
     return [
         DenseExample(e.state, np.array([len(e.state.response_ids)]), np.array([e.value], dtype=np.float32), e.weight)
@@ -184,17 +198,17 @@ def optimizer_step(model: Qwen3ForCausalLM, gradients: Gradients) -> dict[str, o
 
 
 class ReferenceCritic(torch.nn.Module):
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, num_outputs: int = 1):
         super().__init__()
         self.model = load_reference_model(folder).model
         hidden = self.model.config.hidden_size
-        draw = torch.randn(1, hidden, generator=torch.Generator().manual_seed(HEAD_SEED)) / hidden
-        self.value_head = torch.nn.Linear(hidden, 1, bias=False, dtype=torch.float64)
+        draw = torch.randn(num_outputs, hidden, generator=torch.Generator().manual_seed(HEAD_SEED)) / hidden
+        self.value_head = torch.nn.Linear(hidden, num_outputs, bias=False, dtype=torch.float64)
         self.value_head.weight.data.copy_(draw)
 
     def logits(self, ids: np.ndarray) -> torch.Tensor:
         hidden = self.model(torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state[0]
-        return self.value_head(hidden)[:, 0]
+        return self.value_head(hidden)
 
 
 def context_of(state: CriticState) -> np.ndarray:
@@ -202,19 +216,44 @@ def context_of(state: CriticState) -> np.ndarray:
     return np.array([*reference, *state.problem.prompt_ids, *state.response_ids])
 
 
-def value_reference(critic: ReferenceCritic, examples: list[DenseExample]) -> dict[str, object]:
+def value_of(head: str, logits: torch.Tensor) -> torch.Tensor:
+    """logits [..., outputs] -> values [...]."""
+    if head != "two_hot":
+        return logits[..., 0].sigmoid()
+    return (logits.softmax(-1) * torch.arange(11, dtype=torch.float64) / 10).sum(-1)
+
+
+def target_loss(head: str, logits: torch.Tensor, target: float, old_value: float | None) -> torch.Tensor:
+    """Of one target at one position; logits [outputs]."""
+    if head == "two_hot":
+        low = min(int(target * 10), 9)
+        share = target * 10 - low  # the rest goes to the grid value below
+        logprobs = logits.log_softmax(-1)
+        return -(1 - share) * logprobs[low] - share * logprobs[low + 1]
+    value = value_of(head, logits)
+    if head == "bce":
+        return -target * value.log() - (1 - target) * (1 - value).log()
+    squared = (value - target) ** 2
+    if old_value is not None:
+        clipped = old_value + (value - old_value).clamp(-VALUE_CLIP, VALUE_CLIP)
+        squared = torch.maximum(squared, (clipped - target) ** 2)
+    return squared / 2
+
+
+def value_reference(critic: ReferenceCritic, examples: list[DenseExample], head: str = "bce") -> dict[str, object]:
     losses, values, targets, weights = [], [], [], []
     for example in examples:
         ids = context_of(example.state)
         if len(ids) > MAX_CONTEXT_LEN:
             continue
         logits = critic.logits(ids)
-        for position, target in zip(example.positions, example.targets, strict=True):
-            logit = logits[len(ids) - 1 - len(example.state.response_ids) + position]
-            value = logit.sigmoid()
-            losses.append(-float(target) * value.log() - (1 - float(target)) * (1 - value).log())
-            values.append(value.detach())
-            targets.append(float(target))
+        for row, position in enumerate(example.positions):
+            at = logits[len(ids) - 1 - len(example.state.response_ids) + position]
+            known = [float(target) for target in np.atleast_1d(example.targets[row]) if not np.isnan(target)]
+            old_value = None if example.old_values is None else float(example.old_values[row])
+            losses.append(torch.stack([target_loss(head, at, target, old_value) for target in known]).mean())
+            values.append(value_of(head, at).detach())
+            targets.append(sum(known) / len(known))
             weights.append(example.weight)
     w, v, t = torch.tensor(weights).double(), torch.stack(values), torch.tensor(targets).double()
     mean = lambda x: ((w * x).sum() / w.sum()).item()  # noqa: E731
@@ -222,6 +261,11 @@ def value_reference(critic: ReferenceCritic, examples: list[DenseExample]) -> di
     residual, spread = mean((t - v) ** 2) - mean(t - v) ** 2, mean(t**2) - mean(t) ** 2
     metrics = {"loss": loss.item(), "mae": mean((t - v).abs()), "explained_variance": 1 - residual / spread}
     return {"metrics": {**metrics, "num_labels": len(w)}, "gradients": gradients_of(critic, loss)}
+
+
+def nstep_reference(folder: Path) -> dict[str, dict[str, object]]:
+    critics = {outputs: ReferenceCritic(folder, outputs) for outputs in set(HEADS.values())}
+    return {head: value_reference(critics[outputs], make_nstep_examples(), head) for head, outputs in HEADS.items()}
 
 
 def generative_reference(
@@ -256,7 +300,7 @@ def build_reference(folder: Path) -> dict[str, object]:
     }
     critic = ReferenceCritic(folder)
     with torch.no_grad():
-        values = [critic.logits(context_of(state))[-1].sigmoid().item() for state in make_states()]
+        values = [value_of("bce", critic.logits(context_of(state))[-1]).item() for state in make_states()]
     policies = {name: {"loss": loss.item(), "gradients": gradients_of(model, loss)} for name, loss in policy.items()}
     generative = generative_reference(model, AutoTokenizer.from_pretrained(folder), make_examples(), config)
     return {
@@ -266,6 +310,7 @@ def build_reference(folder: Path) -> dict[str, object]:
         "values": values,
         "value_update": value_reference(critic, as_last_token(make_examples())),
         "value_dense": value_reference(critic, make_dense_examples()),
+        "value_nstep": nstep_reference(folder),
         "generative": generative,
         "step": optimizer_step(load_reference_model(folder), policies["on_policy"]["gradients"]),
     }
