@@ -129,6 +129,9 @@ RULES = (
     Rule("readiness.demote_threshold",
          lambda c: c.readiness.demote_threshold is not None and c.sampling.audit_fraction == 0,
          "but sampling.audit_fraction 0 makes no audit that could demote a problem; set null"),
+    Rule("readiness.demote_threshold",
+         lambda c: c.readiness.demote_threshold is not None and c.readiness.kind == "global_only",
+         "but readiness.kind global_only makes every problem ready again; set null"),
     # actor
     Rule("actor.clip_low", lambda c: c.actor.loss in ("ppo", "gspo") and c.actor.clip_low == 1,
          "must be below 1 with actor.loss {c.actor.loss}"),

@@ -13,10 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ac2.config import Config
-from megatron_ac2.config_checks import check_config, warnings_for
+from megatron_ac2.config_checks import check_config
 from megatron_ac2.types import UserError
-
-__all__ = ["load_config", "split_arguments", "to_dict", "to_yaml", "warnings_for"]
 
 COMMAND_LINE = "command line"
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
@@ -92,15 +90,21 @@ def _read_overrides(overrides: Sequence[str]) -> DictConfig:
 
 
 def _merge_errors(base: DictConfig, changes: DictConfig, origin: str) -> list[str]:
-    """Merge leaf by leaf, so that one bad key does not hide the next."""
-    problems = []
-    for key, value in _leaves(changes):
-        try:
-            OmegaConf.merge(base, _nest(key, value))
-        except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            problems.append(f"{key}: {reason} (found {value!r}, in {origin})")
-    return problems
+    """All at once where nothing is wrong; else leaf by leaf, so that one bad key does not hide the next."""
+    whole = _merge_error(base, changes)
+    if whole is None:
+        return []
+    parts = [(key, value, _merge_error(base, _nest(key, value))) for key, value in _leaves(changes)]
+    found = [f"{key}: {reason} (found {value!r}, in {origin})" for key, value, reason in parts if reason]
+    return found or [f"{origin}: {whole}"]
+
+
+def _merge_error(base: DictConfig, changes: DictConfig) -> str | None:
+    try:
+        OmegaConf.merge(base, changes)
+    except OmegaConfBaseException as error:
+        return str(error).splitlines()[0]
+    return None
 
 
 def _leaves(tree: DictConfig, prefix: str = "") -> list[tuple[str, Any]]:

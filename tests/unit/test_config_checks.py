@@ -56,6 +56,8 @@ COMBINATIONS = [
     ("replay.min_valid_for_target", {"replay.min_valid_for_target": 17}, {"sampling.routing": "grpo"}),
     ("readiness.demote_threshold", {"readiness.demote_threshold": 0.3, "sampling.audit_fraction": 0.0},
      {"sampling.audit_fraction": 0.1}),
+    ("readiness.demote_threshold", {"readiness.demote_threshold": 0.3, "readiness.kind": "global_only"},
+     {"readiness.kind": "terminal_only"}),
     ("actor.clip_high", {"actor.clip_high": 0.05}, {"entropy.enabled": False}),
     ("actor.clip_high", {"actor.clip_high": 0.05, "actor.loss": "gspo"}, {"actor.loss": "policy_gradient"}),
     ("actor.dual_clip", {"actor.dual_clip": 1.3}, {"actor.dual_clip": None}),
