@@ -209,7 +209,7 @@ def _surrogate(tokens: PolicyTokens, objective: PolicyObjective) -> tuple[Tensor
 def _importance(tokens: PolicyTokens, objective: PolicyObjective) -> tuple[Tensor, dict[str, Tensor]]:
     kind, low, high = _importance_of(objective)
     trainer = tokens.proximal if objective.loss in RATIO_LOSSES else tokens.current
-    log_rho = trainer.detach() - tokens.behavior
+    log_rho = trainer - tokens.behavior
     return importance_weights(kind, log_rho, tokens.mask, tokens.sequence_ids, tokens.num_sequences, low, high)
 
 

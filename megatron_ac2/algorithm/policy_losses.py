@@ -115,9 +115,8 @@ def reference_kl(current: Tensor, reference: Tensor, estimator: str) -> Tensor:
         return -x
     if estimator == "k2":
         return x.square() / 2
-    x = x.clamp(
-        max=MAX_LOG_RATIO
-    )  # above: constant. Bounding the exponential alone would leave the -x, whose pull is away
+    # Constant above the bound. With the exponential alone bounded, the -x would be left, which pulls away.
+    x = x.clamp(max=MAX_LOG_RATIO)
     return x.exp() - 1.0 - x
 
 

@@ -16,6 +16,7 @@ from megatron_ac2.algorithm.importance import (
     mass_function,
     weight_function,
 )
+from megatron_ac2.algorithm.ratios import sequence_means, sequence_sums, to_tokens
 from megatron_ac2.types import UserError
 
 
@@ -80,6 +81,17 @@ def test_a_sequence_of_masked_and_weighted_tokens() -> None:
     # sequence 0 is the tokens 0 and 2 with product 2 * 0.8 = 1.6; the mask's weight 0.5 takes no part in the ratio
     weights, _ = weigh("sequence_mis", [2.0, math.inf, 0.8], ids=[0, 7, 0], mask=[1.0, 0.0, 0.5])
     assert weights.tolist() == pytest.approx([1.6, 0.0, 1.6])
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+def test_sums_by_sequence(junk: float) -> None:
+    # sequence 0: 1 + 4, sequence 1: nothing, sequence 2: 2; the masked token's id is out of range
+    values, ids = torch.tensor([[1.0, junk], [2.0, 4.0]]), torch.tensor([[0, -9], [2, 0]])
+    mask = torch.tensor([[0.5, 0.0], [1.0, 1.0]])
+    assert sequence_sums(values, ids, 3, mask).tolist() == [5.0, 0.0, 2.0]
+    means = sequence_means(values, ids, 3, mask)
+    assert means.tolist() == [2.5, 0.0, 2.0]
+    assert to_tokens(means, ids, mask, torch.float32).tolist() == [[2.5, 0.0], [2.0, 2.5]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,7 +174,7 @@ def test_default_bounds_are_accepted() -> None:
 def test_bad_settings_are_all_named(kind: str, low, high, messages: list[str]) -> None:
     problems = importance_problems(kind, low, high)
     assert len(problems) == len(messages)
-    assert all(problem.startswith(message) for problem, message in zip(problems, messages))
+    assert all(problem.startswith(message) for problem, message in zip(problems, messages, strict=True))
     with pytest.raises(UserError, match="actor.importance"):
         importance_weights(kind, torch.zeros(1), torch.ones(1), torch.zeros(1, dtype=torch.int64), 1, low, high)
 

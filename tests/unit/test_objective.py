@@ -57,7 +57,7 @@ def leaves(tokens: PolicyTokens) -> PolicyTokens:
 def gradients(loss: torch.Tensor, tokens: PolicyTokens) -> list[torch.Tensor]:
     inputs = [getattr(tokens, name) for name in DIFFERENTIABLE]
     found = torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=True)
-    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(inputs, found)]
+    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(inputs, found, strict=True)]
 
 
 def tokens_of(lengths: list[int], seed: int = 0, noise: float = 0.3) -> PolicyTokens:
@@ -230,7 +230,7 @@ def test_full_importance_sampling_makes_score_centering_vanish(loss: str) -> Non
     plain, _ = policy_loss(tokens, objective, 8)
     centred, _ = policy_loss(tokens, replace(objective, score_centering=True), 8)
     torch.testing.assert_close(centred, plain, rtol=0, atol=1e-12)
-    for found, expected in zip(gradients(centred, tokens), gradients(plain, tokens)):
+    for found, expected in zip(gradients(centred, tokens), gradients(plain, tokens), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
@@ -307,7 +307,7 @@ def test_masked_junk_does_not_leak(objective: PolicyObjective) -> None:
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(sums, expected_sums)
     kept = [0, 2, 3, 4, 6]
-    for found, wanted in zip(gradients(loss, dirty), gradients(expected, clean)):
+    for found, wanted in zip(gradients(loss, dirty), gradients(expected, clean), strict=True):
         torch.testing.assert_close(found[kept], wanted)
         assert (found[[1, 5]] == 0).all()
 
@@ -474,7 +474,7 @@ def test_senseless_objectives_name_every_field(changes: dict, fields: list[str])
     objective = PolicyObjective(**changes)
     problems = objective_problems(objective)
     assert len(problems) == len(fields)
-    assert all(problem.startswith(field) for problem, field in zip(problems, fields))
+    assert all(problem.startswith(field) for problem, field in zip(problems, fields, strict=True))
     with pytest.raises(UserError, match=fields[-1].split(":")[0]):
         policy_loss(tokens_of([2]), objective, 2)
 

@@ -91,7 +91,7 @@ def test_ppo_distances() -> None:
 def naive_ppo(current, anchor, advantages, clip_low, clip_high, dual_clip):
     """The formula token by token, in plain Python."""
     losses = []
-    for c, p, a in zip(current, anchor, advantages):
+    for c, p, a in zip(current, anchor, advantages, strict=True):
         ratio = torch.exp(c - p)
         clipped = min(max(ratio, 1 - clip_low), 1 + clip_high)
         objective = min(ratio * a, clipped * a)

@@ -146,6 +146,15 @@ def test_truncated_and_rejected_tails() -> None:
         assert torch.autograd.grad(centre, leaf)[0].item() == pytest.approx(head_mass - alpha * 0.5)
 
 
+def test_empty_tails_are_floored() -> None:
+    # q all in H and p by half: rho = 1e-6 / .5; the other way about: rho = .5 / 1e-6
+    for p, q, rho in ((0.5, 1.0, 2e-6), (1.0, 0.5, 5e5)):
+        log_p = torch.tensor([p], dtype=torch.float64).log().requires_grad_()
+        centre, _ = score_centering(log_p, torch.tensor([q], dtype=torch.float64).log(), "none")
+        found = torch.autograd.grad(centre, log_p)[0].item()
+        assert found == pytest.approx(q - rho * p, rel=1e-12, abs=0)
+
+
 @pytest.mark.parametrize("kind", TOKEN_KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_extreme_log_probs_stay_finite(kind: str, dtype: torch.dtype) -> None:
