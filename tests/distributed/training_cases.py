@@ -25,8 +25,8 @@ from megatron_ac2.parallel.collectives import all_ranks_agree
 from megatron_ac2.parallel.topology import init_topology, shutdown
 from megatron_ac2.training import step
 from megatron_ac2.training.actor import Actor
-from megatron_ac2.training.mismatch import score_metrics
 from megatron_ac2.training.generative_critic import GenerativeCritic
+from megatron_ac2.training.mismatch import score_metrics
 from megatron_ac2.training.optimizer import build_optimizer
 from megatron_ac2.training.value_head_critic import ValueHeadCritic
 from megatron_ac2.types import TrainSequence

@@ -82,8 +82,8 @@ def make_sequences(model: Qwen3ForCausalLM) -> list[TrainSequence]:
         exact = chosen(token_logprobs(model, ids, num_context, TEMPERATURE), ids[num_context:]).numpy()
         behavior = (exact + rng.normal(0, 0.7, num_new)).astype(np.float32)
         weight = 0.0 if index == 3 else 1.0
-        advantage = (-1.0) ** index * (1 + index)
-        sequences.append(TrainSequence(ids, num_context, behavior, advantage, weight, empty_prefix=index % 3 == 0))
+        advantages = np.full(num_new, (-1.0) ** index * (1 + index), dtype=np.float32)
+        sequences.append(TrainSequence(ids, num_context, behavior, advantages, weight, empty_prefix=index % 3 == 0))
     return sequences
 
 
@@ -152,9 +152,10 @@ def policy_loss(model: Qwen3ForCausalLM, sequences: list[TrainSequence], on_poli
         logp = chosen(token_logprobs(model, s.token_ids, s.num_context, TEMPERATURE), s.token_ids[s.num_context :])
         proximal = logp.detach() if on_policy else torch.from_numpy(s.behavior_logprobs).double()
         ratio = (logp - proximal).exp()
-        loss = torch.maximum(-s.advantage * ratio, -s.advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
-        if s.advantage < 0:
-            loss = torch.minimum(loss, torch.full_like(loss, -s.advantage * DUAL_CLIP))
+        advantage = float(s.advantages[0])
+        loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
+        if advantage < 0:
+            loss = torch.minimum(loss, torch.full_like(loss, -advantage * DUAL_CLIP))
         terms.append(loss)
     return torch.cat(terms).mean()
 
