@@ -17,10 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from megatron_ac2.kernels.vocab_shards import (
+    NO_COLUMNS,
+    NUM_STATISTICS,
+    accumulator_of,
+    combine,
+    localise,
+    own_columns,
+    share,
+)
+
 OUTSIDE_LOGPROB = -1e4  # of a token that sampling had filtered out: its exp is 0, and 0 times it is 0 and not NaN
 _TILE_ELEMENTS = 1 << 24  # 64 MiB of fp32: large enough to keep a GPU busy, small beside the logits
-_FLOOR = -1e30  # the maximum of no columns; finite, so that 0 * (_FLOOR - max) is 0 and not NaN
-_NUM_STATISTICS = 3  # of a tensor rank's columns, a row: see _local_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +87,8 @@ def restricted_logprobs(
     empty (padding), the label stays as it is. A label outside of S (no sampled token is) gets the same finite
     difference, which may then be above 0. Differentiable; half precision is computed in fp32.
     """
-    accumulator = _accumulator(top_logprobs)
-    top = top_logprobs.to(accumulator).masked_fill(~support, _FLOOR)
+    accumulator = accumulator_of(top_logprobs)
+    top = top_logprobs.to(accumulator).masked_fill(~support, NO_COLUMNS)
     log_mass = torch.where(support.any(-1), top.logsumexp(-1), 0.0)
     restricted = (top - log_mass[..., None]).masked_fill(~support, OUTSIDE_LOGPROB)
     return label_logprobs.to(accumulator) - log_mass, restricted
@@ -94,14 +102,14 @@ class _PickedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, ids, group, temperature, vocab_size):  # type: ignore[no-untyped-def]
-        columns, first = _own_columns(rows.shape[1], group, vocab_size)
+        columns, first = own_columns(rows.shape[1], group, vocab_size)
         statistics, picked = _local_parts(rows, ids - first, columns, temperature)
-        statistics, picked = _share(statistics, picked, group)
-        log_norm, mean_logit = _combine(statistics)
-        entropy = log_norm - mean_logit
+        statistics, picked = share(statistics, picked, group)
+        sums = combine(statistics)
+        log_norm, entropy = sums.reference + sums.log_mass, sums.entropy
         ctx.save_for_backward(rows, ids, log_norm, entropy)
         ctx.first, ctx.columns, ctx.temperature = first, columns, temperature
-        return picked - log_norm[:, None], entropy
+        return sums.logprobs(picked), entropy
 
     @staticmethod
     @once_differentiable
@@ -117,16 +125,10 @@ class _PickedLogprobs(torch.autograd.Function):
             # The label is often among the recorded ids, which are distinct. Adding it in a step of its own leaves no
             # order of additions to chance on a GPU.
             for part in (slice(0, 1), slice(1, None)):
-                local, own = _localise(ids[tile, part] - ctx.first, columns)
+                local, own = localise(ids[tile, part] - ctx.first, columns)
                 factor.scatter_add_(1, local, grad_logprobs[tile, part].masked_fill(~own, 0.0))
             gradient[tile, :columns] = factor.div_(ctx.temperature)
         return gradient, None, None, None, None
-
-
-def _own_columns(width: int, group: dist.ProcessGroup | None, vocab_size: int) -> tuple[int, int]:
-    """(how many of this rank's columns are real, the vocabulary id of its first)."""
-    first = width * (0 if group is None else group.rank())
-    return min(max(vocab_size - first, 0), width), first
 
 
 def _tiles(rows: torch.Tensor) -> list[slice]:
@@ -135,30 +137,21 @@ def _tiles(rows: torch.Tensor) -> list[slice]:
 
 
 def _scaled(rows: torch.Tensor, temperature: float) -> torch.Tensor:
-    return rows.to(_accumulator(rows)) / temperature
-
-
-def _accumulator(values: torch.Tensor) -> torch.dtype:
-    return torch.float64 if values.dtype == torch.float64 else torch.float32
-
-
-def _localise(ids: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids clamped into this rank's columns, which of them truly lie there)."""
-    return ids.clamp(0, columns - 1), (ids >= 0) & (ids < columns)
+    return rows.to(accumulator_of(rows)) / temperature
 
 
 def _local_parts(
     rows: torch.Tensor, ids: torch.Tensor, columns: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """([N, 3]: this rank's maximum m, sum e^(z - m), sum e^(z - m) (z - m); [N, K]: z of the ids, 0 if not here)."""
-    statistics = torch.zeros(rows.shape[0], _NUM_STATISTICS, dtype=_accumulator(rows), device=rows.device)
+    statistics = torch.zeros(rows.shape[0], NUM_STATISTICS, dtype=accumulator_of(rows), device=rows.device)
     picked = statistics.new_zeros(ids.shape)
     if columns == 0:
-        statistics[:, 0] = _FLOOR
+        statistics[:, 0] = NO_COLUMNS
         return statistics, picked
     for tile in _tiles(rows):
         scaled = _scaled(rows[tile, :columns], temperature)
-        local, own = _localise(ids[tile], columns)
+        local, own = localise(ids[tile], columns)
         picked[tile] = scaled.gather(1, local).masked_fill_(~own, 0.0)
         maximum = scaled.amax(1)
         scaled.sub_(maximum[:, None])
@@ -166,32 +159,3 @@ def _local_parts(
         mass = weights.sum(1)
         statistics[tile] = torch.stack([maximum, mass, weights.mul_(scaled).sum(1)], 1)
     return statistics, picked
-
-
-def _share(
-    statistics: torch.Tensor, picked: torch.Tensor, group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, 3], [N, K] of each rank -> [N, tp, 3], [N, K] on every rank.
-
-    Each number has one rank that contributes it and zeros from the others: the sum is exact in any order, and
-    statistics that are not summed yet need no earlier collective for the common maximum.
-    """
-    if group is None or group.size() == 1:
-        return statistics[:, None], picked
-    num_picked, own = picked.shape[1], _NUM_STATISTICS * group.rank()
-    numbers = picked.new_zeros(picked.shape[0], num_picked + _NUM_STATISTICS * group.size())
-    numbers[:, :num_picked] = picked
-    numbers[:, num_picked + own : num_picked + own + _NUM_STATISTICS] = statistics
-    dist.all_reduce(numbers, group=group)
-    return numbers[:, num_picked:].unflatten(1, (group.size(), _NUM_STATISTICS)), numbers[:, :num_picked]
-
-
-def _combine(statistics: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, tp, 3] -> log sum exp z, and sum_v p_v z_v, each [N]."""
-    maxima, sums, moments = statistics.unbind(-1)
-    maximum = maxima.amax(1)
-    shift = maxima - maximum[:, None]
-    scale = shift.exp()
-    total = (scale * sums).sum(1)
-    moment = (scale * (moments + sums * shift)).sum(1)
-    return maximum + total.log(), maximum + moment / total

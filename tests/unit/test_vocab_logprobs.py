@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -165,12 +166,12 @@ def test_shards_combine_to_the_whole(monkeypatch, tp, vocab_size):
     logits, labels, top_ids, weights = case(vocab_size=vocab_size)
     whole = value_and_gradient(lambda x: ours(x, labels, top_ids, 0.8, vocab_size), logits, weights)
     shards, sent = logits.chunk(tp, -1), []
-    monkeypatch.setattr(vocab_logprobs.dist, "all_reduce", lambda numbers, group: sent.append(numbers.clone()))
+    monkeypatch.setattr(dist, "all_reduce", lambda numbers, group: sent.append(numbers.clone()))
     for rank in range(tp):
         token_logprobs(shards[rank], labels, Group(rank, tp), 0.8, vocab_size, top_ids)
     assert all(numbers.shape == (15, 1 + K + 3 * tp) for numbers in sent)  # what the module's docstring promises
     total = torch.stack(sent).sum(0)
-    monkeypatch.setattr(vocab_logprobs.dist, "all_reduce", lambda numbers, group: numbers.copy_(total))
+    monkeypatch.setattr(dist, "all_reduce", lambda numbers, group: numbers.copy_(total))
     for rank in range(tp):
         values, gradient = value_and_gradient(
             lambda x, rank=rank: ours(x, labels, top_ids, 0.8, vocab_size, Group(rank, tp)), shards[rank], weights
