@@ -154,18 +154,19 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def base_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+def base_config(tokenizer: PreTrainedTokenizerFast, hidden_size: int = 96, num_layers: int = 4) -> Qwen3Config:
     return Qwen3Config(
-        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=96, intermediate_size=256, num_hidden_layers=4,
+        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=hidden_size,
+        intermediate_size=-(-hidden_size * 8 // 96) * 32, num_hidden_layers=num_layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=MAX_POSITIONS,
         rope_theta=10_000.0, tie_word_embeddings=False, dtype="float32", bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
 
 
-def write_base_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+def write_base_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, **size: int) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(base_config(tokenizer))
+    model = Qwen3ForCausalLM(base_config(tokenizer, **size))
     # transformers starts the pad token's row at zero. A norm divides by its length: where the token is read (a critic's
     # separator, or sampled), its gradient would be thousands of times all others and clip them away.
     with torch.no_grad():
@@ -190,8 +191,10 @@ def worked_rows(entries: list[dict], flaw: Flaw, reference_share: float = 0.9) -
         yield row
 
 
-def prepare(out: Path, seed: int, num_terms: int, num_train: int, num_validation: int, num_worked: int) -> dict:
-    """Write everything into `out`; returns what was written, in numbers."""
+def prepare(
+    out: Path, seed: int, num_terms: int, num_train: int, num_validation: int, num_worked: int, **size: int
+) -> dict:
+    """Write everything into `out`; returns what was written, in numbers. `size`: what `base_config` takes."""
     out.mkdir(parents=True, exist_ok=True)
     entries = draw_entries(num_train + num_validation + num_worked, seed, num_terms)
     train, entries = entries[:num_train], entries[num_train:]
@@ -204,7 +207,7 @@ def prepare(out: Path, seed: int, num_terms: int, num_train: int, num_validation
     texts = [text for row in worked[:2000] for text in (row["prompt"], row["response"], TURN_WORDS)]
     tokenizer = train_tokenizer(texts)
     tokenizer.save_pretrained(out / "tokenizer")
-    model = write_base_model(out / "base", tokenizer, seed)
+    model = write_base_model(out / "base", tokenizer, seed, **size)
     return {
         "vocabulary": len(tokenizer),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -221,12 +224,15 @@ def main() -> None:
     parser.add_argument("--num-train", type=int, default=512)
     parser.add_argument("--num-validation", type=int, default=256)
     parser.add_argument("--num-worked", type=int, default=30_000)
+    parser.add_argument("--hidden-size", type=int, default=96, help="of the base model, whose heads stay 4 of 32")
+    parser.add_argument("--layers", type=int, default=4, help="of the base model")
     args = parser.parse_args()
-    for name in ("terms", "num_train", "num_validation", "num_worked"):
+    for name in ("terms", "num_train", "num_validation", "num_worked", "hidden_size", "layers"):
         if getattr(args, name) < (2 if name == "terms" else 1):
             option = "--" + name.replace("_", "-")
             parser.error(f"{option}: found {getattr(args, name)}, accepted: 1 or more (--terms: 2 or more)")
-    summary = prepare(args.out, args.seed, args.terms, args.num_train, args.num_validation, args.num_worked)
+    numbers = (args.seed, args.terms, args.num_train, args.num_validation, args.num_worked)
+    summary = prepare(args.out, *numbers, hidden_size=args.hidden_size, num_layers=args.layers)
     print(f"wrote {args.out}: " + ", ".join(f"{name} {value:.4g}" for name, value in summary.items()))
 
 
