@@ -22,7 +22,7 @@ from megatron_ac2.config import ParallelConfig
 from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
 from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights
 from megatron_ac2.parallel.collectives import all_ranks_agree
-from megatron_ac2.parallel.topology import init_topology, shutdown
+from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
 from megatron_ac2.training import step
 from megatron_ac2.training.actor import Actor
 from megatron_ac2.training.generative_critic import GenerativeCritic
@@ -36,6 +36,7 @@ LAYOUTS = {
     1: [(1, 1, False)],
     4: [(1, 1, False), (2, 1, False), (1, 2, False), (2, 2, False), (2, 1, True), (2, 2, True)],
 }
+Place = tuple[Topology, ParallelConfig]  # one layout's, for all benches in it
 SPLITS = [(40, 1), (1000, 8)]  # (tokens a microbatch, alignment as a multiple of the tensor degree)
 
 
@@ -55,15 +56,11 @@ class GradientProbe:
 class Bench:
     """One model in one layout, reloaded before every check."""
 
-    def __init__(
-        self, layout: tuple[int, int, bool], folder: Path, head: str, distributed_optimizer: bool = False,
-        value_outputs: int = 1,
-    ):  # fmt: skip
-        self.parallel = ParallelConfig(*layout)
-        self.topology = init_topology(self.parallel, seed=0, timeout_minutes=2)
+    def __init__(self, place: Place, folder: Path, head: str, distributed_optimizer: bool = False, outputs: int = 1):
+        self.topology, self.parallel = place
         self.folder = folder
         self.hf_config = load_hf_config(folder)
-        self.outputs = {"head": head, "value_outputs": value_outputs}
+        self.outputs = {"head": head, "value_outputs": outputs}
         module = self.fresh_model(case.HEAD_SEED)
         self.head_weights = [p.detach().clone() for n, p in module.named_parameters() if n == "output_layer.weight"]
         self.model = wrap_ddp(module, distributed_optimizer)
@@ -125,9 +122,9 @@ def check_actor(bench: Bench, reference: dict[str, Any], split: tuple[int, int])
     check_all_masked(bench, actor, sequences)
 
 
-def check_optimizer_step(layout: tuple[int, int, bool], folder: Path, reference: dict[str, Any]) -> None:
+def check_optimizer_step(place: Place, folder: Path, reference: dict[str, Any]) -> None:
     """The real optimizer, sharded over data ranks: grad norm, clipped AdamW step and update norm against torch's."""
-    bench = Bench(layout, folder, "lm", distributed_optimizer=True)
+    bench = Bench(place, folder, "lm", distributed_optimizer=True)
     bench.reload()
     config = case.make_config()
     optimizer = build_optimizer(bench.model, case.OPTIMIZER, torch.float32)
@@ -228,9 +225,9 @@ def check_heads(bench: Bench, heads: tuple[str, ...], reference: dict[str, Any],
         bench.assert_gradients(reference["value_nstep"][head]["gradients"])
 
 
-def check_training_and_snapshot(layout: tuple[int, int, bool], folder: Path, head: str) -> None:
+def check_training_and_snapshot(place: Place, folder: Path, head: str) -> None:
     """Three real steps: the loss falls; the snapshot, of other weights at first, follows at the second only."""
-    bench = Bench(layout, folder, "value", distributed_optimizer=True, value_outputs=case.HEADS[head])
+    bench = Bench(place, folder, "value", distributed_optimizer=True, outputs=case.HEADS[head])
     bench.reload()
     optimizer = build_optimizer(bench.model, case.OPTIMIZER, torch.float32)
     critic = make_value_critic(bench, optimizer, SPLITS[1], head, snapshot=bench.fresh_model(seed=99))
@@ -293,20 +290,22 @@ def check_refusals(bench: Bench) -> None:
 
 
 def run_layout(layout: tuple[int, int, bool], folder: Path, reference: dict[str, Any]) -> None:
+    parallel = ParallelConfig(*layout)
+    place = init_topology(parallel, seed=0, timeout_minutes=2), parallel
     checks: list[tuple[str, Callable[..., None]]] = [("lm", check_actor), ("lm", check_generative)]
     tied = load_hf_config(folder).tie_word_embeddings
     if not tied:  # the value head replaces the output layer, so that a tied trunk is no other case
         checks.append(("value", check_value_head))
-        check_heads(Bench(layout, folder, "value"), ("bce", "mse"), reference, SPLITS[0])
-        check_heads(Bench(layout, folder, "value", value_outputs=11), ("two_hot",), reference, SPLITS[0])
+        check_heads(Bench(place, folder, "value"), ("bce", "mse"), reference, SPLITS[0])
+        check_heads(Bench(place, folder, "value", outputs=case.HEADS["two_hot"]), ("two_hot",), reference, SPLITS[0])
         for head in ("mse", "two_hot"):
-            check_training_and_snapshot(layout, folder, head)
-    benches = {head: Bench(layout, folder, head) for head in dict.fromkeys(head for head, _ in checks)}
+            check_training_and_snapshot(place, folder, head)
+    benches = {head: Bench(place, folder, head) for head in dict.fromkeys(head for head, _ in checks)}
     check_refusals(benches["lm"])
     for split in SPLITS[:1] if tied else SPLITS:
         for head, check in checks:
             check(benches[head], reference, split)
-    check_optimizer_step(layout, folder, reference)
+    check_optimizer_step(place, folder, reference)
 
 
 def main() -> None:
