@@ -55,6 +55,8 @@ def assign_token_credit(
     RFPO reads the value of the finished response too; it needs a `calibration`, and trains no critic.
     """
     kind = config.estimator.kind
+    if kind == "rfpo":
+        references = ReferenceBank()  # it was calibrated without any
     members = [(b, g) for b, group in enumerate(groups) for g in range(len(group.chunks))]
     states = [_state(groups[b], response_of(groups[b], groups[b].chunks[g]), problems, references) for b, g in members]
     paths = critic.score_paths(states, [_positions(groups[b], g) for b, g in members])

@@ -136,9 +136,8 @@ class Actor:
     def _pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
         fields = {
             "behavior_logprobs": [sequence.behavior_logprobs for sequence in sequences],
-            # Every loss is homogeneous in the advantage, so that a weight may ride on it.
-            "advantages": [sequence.advantages * sequence.weight for sequence in sequences],
-            "trained": [_constant(sequence, sequence.weight > 0) for sequence in sequences],
+            "advantages": [sequence.advantages for sequence in sequences],
+            "weights": [_constant(sequence, sequence.weight) for sequence in sequences],
             "empty_prefix": [_constant(sequence, sequence.empty_prefix) for sequence in sequences],
         }
         templates = {}
@@ -152,7 +151,7 @@ class Actor:
         batch = pack(token_ids, fields, starts, self.align, self.pad_id, templates)
         batch = step.to_device(batch, self.topology.device)
         batch.fields["generated"] = batch.loss_mask
-        batch.loss_mask = batch.loss_mask * batch.fields.pop("trained")
+        batch.loss_mask = batch.loss_mask * batch.fields.pop("weights")
         return batch
 
     def _generated_logprobs(self, logits: torch.Tensor, batch: PackedBatch) -> torch.Tensor:

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_ac2.algorithm.value_prompt import build_value_prompt
 from tests.end_to_end.fork_server import ForkServer, Job
+from tests.end_to_end.runs import Launcher
 from tools.prepare_quickstart import prepare, write_rows
 
 HERE = Path(__file__).parent
@@ -72,3 +73,8 @@ def reader(server: ForkServer, inputs: Path, start: tuple[Path, Job]) -> Path:
     changes = ("sft.num_steps=60", "sft.batch_size=4")
     sft(server, inputs / "values.jsonl", start[0], inputs / "reader", *changes)
     return inputs / "reader"
+
+
+@pytest.fixture(scope="session")
+def launcher(server: ForkServer, inputs: Path, start: tuple[Path, Job], critic: tuple[Path, Job]) -> Launcher:
+    return Launcher(server, inputs, start[0], critic[0])

@@ -1,0 +1,50 @@
+"""What the algorithm's switches do to a whole run on two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_ac2.model.checkpoint_files import latest, read_state
+from tests.end_to_end.runs import Launcher, reproducible, rows, steps
+
+
+def test_ac2_behind_a_gate_that_never_opens_is_prefix_grpo_bit_for_bit(launcher: Launcher, tmp_path: Path) -> None:
+    """The critic is trained beside it, and never asked for an endpoint."""
+    run_dirs = {"ac2": tmp_path / "ac2", "prefix_grpo": tmp_path / "prefix_grpo"}
+    closed = ("readiness.global_threshold=0", launcher.critic, "run.num_steps=3", "run.checkpoint_every=0")
+    for routing, run_dir in run_dirs.items():
+        launcher.run(run_dir, f"sampling.routing={routing}", *closed).passed()
+    gated, baseline = (steps(run_dir) for run_dir in run_dirs.values())
+    assert len(gated) == 3 and gated[2]["critic/loss"] > 0 and gated[2]["actor/grad_norm"] > 0
+    for one, other in zip(gated, baseline, strict=True):
+        shared = [name for name in reproducible(other) if not name.startswith("perf/")]
+        assert len(shared) > 25 and {name: one[name] for name in shared} == {name: other[name] for name in shared}
+
+
+def test_late_reshards_leave_old_weights_in_the_engine_until_they_are_due(launcher: Launcher, tmp_path: Path) -> None:
+    changes = ("engine.publish_every=3", "sampling.routing=grpo", "run.num_steps=6", "evaluation.every=3",
+               "run.checkpoint_every=3", "actor.anchor=behavior", "actor.optimizer.lr=1e-3")  # fmt: skip
+    launcher.run(tmp_path / "straight", *changes).passed()
+    taken = steps(tmp_path / "straight")
+    assert [row["train/version_lag"] for row in taken] == [0, 1, 2, 0, 1, 2]
+    assert [row["mismatch/logprob_abs_max"] > 1e-3 for row in taken] == [False, True, True, False, True, True]
+    assert ["reshard/seconds" in row for row in taken] == [False, False, True, False, False, True]
+    assert ["evaluation/mean" in row for row in rows(tmp_path / "straight")] == [True, False, False] * 2 + [True]
+    resumed = tmp_path / "resumed"
+    launcher.run(resumed, *changes, "run.num_steps=3").passed()
+    launcher.run(resumed, *changes).passed()
+    assert [*map(reproducible, steps(resumed))] == [*map(reproducible, taken)]
+
+
+def test_the_frozen_critic_survives_a_resume(launcher: Launcher, tmp_path: Path) -> None:
+    """Its snapshot is renewed every third update: at a checkpoint it is neither the first critic nor the newest."""
+    changes = ("critic.fit=nstep", launcher.critic, "critic.snapshot_every=3", "sampling.response_budget=18",
+               "readiness.global_threshold=0", "run.checkpoint_every=3")  # fmt: skip
+    launcher.run(tmp_path / "straight", *changes, "run.num_steps=5").passed()
+    launcher.run(tmp_path / "resumed", *changes, "run.num_steps=3").passed()
+    launcher.run(tmp_path / "resumed", *changes, "run.num_steps=5").passed()
+    taken = steps(tmp_path / "straight")
+    assert sum("critic/loss" in row for row in taken) == 4  # none at the first step, of bare problems
+    assert [*map(reproducible, steps(tmp_path / "resumed"))] == [*map(reproducible, taken)]
+    scalars = read_state(latest(tmp_path / "resumed" / "checkpoints") / "state.npz")["optimizers"]["critic"]["scalars"]
+    assert next(iter(scalars.values()))["num_steps"] == 4
