@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.distributed.launch import torchrun
-from tests.distributed.training_reference import build_reference, write_model
+from tests.distributed.objective_reference import OBJECTIVES, objective_reference
+from tests.distributed.training_reference import build_reference, load_reference_model, make_sequences, write_model
 
 CASES = Path(__file__).with_name("training_cases.py")
 
@@ -18,7 +20,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]
     root = tmp_path_factory.mktemp("training")
     models = [write_model(root / name, tied=name == "tied") for name in ("untied", "tied")]
     for folder in models:
-        torch.save(build_reference(folder), root / f"{folder.name}.pt")
+        model = load_reference_model(folder)
+        objectives = {name: objective_reference(model, make_sequences(model), name) for name in OBJECTIVES}
+        for found in objectives.values():
+            found["sequences"] = [dataclasses.asdict(sequence) for sequence in found["sequences"]]
+        torch.save(build_reference(folder) | {"objectives": objectives}, root / f"{folder.name}.pt")
     return root, *models
 
 

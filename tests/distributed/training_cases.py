@@ -30,6 +30,7 @@ from megatron_ac2.training.mismatch import score_metrics
 from megatron_ac2.training.optimizer import build_optimizer
 from megatron_ac2.training.value_head_critic import ValueHeadCritic
 from megatron_ac2.types import TrainSequence
+from tests.distributed import objective_reference as objective_case
 from tests.distributed import training_reference as case
 
 LAYOUTS = {
@@ -120,6 +121,33 @@ def check_actor(bench: Bench, reference: dict[str, Any], split: tuple[int, int])
         assert_metrics(metrics, {"loss": reference["policy"][name]["loss"]})
         bench.assert_gradients(reference["policy"][name]["gradients"])
     check_all_masked(bench, actor, sequences)
+
+
+def check_objective(bench: Bench, reference: dict[str, Any], name: str) -> None:
+    """Every part of an objective through the actor, in this layout; log-probs by sequence on every rank."""
+    config, expected = objective_case.make_config(name), reference["objectives"][name]
+    config.actor.max_tokens_per_microbatch = SPLITS[0][0]
+    frozen = bench.fresh_model(seed=3)
+    load_hf_weights(frozen, bench.hf_config, bench.topology, bench.folder)
+    actor = Actor(
+        bench.model, bench.probe, bench.topology, config, bench.hf_config.vocab_size, align=bench.topology.tensor,
+        reference=frozen if config.actor.reference_kl.coefficient else None,
+    )  # fmt: skip
+    bench.reload()
+    sequences = [TrainSequence(**fields) for fields in expected["sequences"]]
+    for found, wanted in zip(actor.logprobs(sequences), expected["logprobs"], strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-5)
+    minibatch = actor.pack_minibatch(sequences)
+    actor.score(minibatch)
+    metrics = actor.update(minibatch, config.actor.clip_high)
+    assert metrics["ratio_error_first"] <= 2e-6 and metrics["stepped"] == 1
+    assert_metrics(metrics, expected["metrics"])
+    bench.assert_gradients(expected["gradients"])
+    bench.reload()
+    minibatch = actor.pack_minibatch([])
+    actor.score(minibatch)
+    assert_metrics(actor.update(minibatch, 0.3), {"loss": 0.0, "stepped": 0.0, "num_tokens": 0.0}, tolerance=0)
+    bench.assert_no_gradient()
 
 
 def check_optimizer_step(place: Place, folder: Path, reference: dict[str, Any]) -> None:
@@ -302,6 +330,8 @@ def run_layout(layout: tuple[int, int, bool], folder: Path, reference: dict[str,
             check_training_and_snapshot(place, folder, head)
     benches = {head: Bench(place, folder, head) for head in dict.fromkeys(head for head, _ in checks)}
     check_refusals(benches["lm"])
+    for name in () if tied else objective_case.OBJECTIVES:
+        check_objective(benches["lm"], reference, name)
     for split in SPLITS[:1] if tied else SPLITS:
         for head, check in checks:
             check(benches[head], reference, split)
