@@ -84,7 +84,7 @@ def _build_models(
     if critic_kind(config) == "generative":
         roles["critic"] = config.critic.optimizer
     distributed = config.actor.optimizer.distributed
-    actor = _load_model(inputs.hf_config, config.model.path, "lm", topology, config, distributed)
+    actor = _load_model(inputs.hf_config, config.model.path, _policy_head(config), topology, config, distributed)
     models: dict[str, torch.nn.Module] = {"actor": actor}
     optimizers = {"actor": SharedWeightsOptimizer(actor, roles, dtype)}
     if inputs.critic_hf_config is not None:
@@ -104,7 +104,12 @@ def _reference_model(config: Config, inputs: Inputs, topology: Topology) -> torc
     if not config.actor.reference_kl.coefficient:
         return None
     path = config.actor.reference_kl.path or config.model.path
-    return _load_model(inputs.hf_config, path, "lm", topology, config, distributed=False, trained=False)
+    head = _policy_head(config)
+    return _load_model(inputs.hf_config, path, head, topology, config, distributed=False, trained=False)
+
+
+def _policy_head(config: Config) -> str:
+    return "hidden" if config.actor.fused_loss else "lm"
 
 
 def _build_critic(

@@ -28,7 +28,6 @@ from megatron_ac2.config_file import load_config
 from megatron_ac2.data.packing import pack, plan_microbatches
 from megatron_ac2.data.worked import WorkedSolution, load_worked, step_values
 from megatron_ac2.entry import run_entry_point
-from megatron_ac2.kernels.vocab_logprobs import vocab_parallel_logprobs_and_entropy
 from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
 from megatron_ac2.model.hf_weights import load_hf_weights, save_hf
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
@@ -36,6 +35,7 @@ from megatron_ac2.random_streams import stream
 from megatron_ac2.report import COST_FILE
 from megatron_ac2.training.optimizer import build_optimizer
 from megatron_ac2.training.step import Loss, apply_step, forward_backward, to_device, token_alignment
+from megatron_ac2.training.token_head import TokenHead, loss_rows, negative_log_likelihood
 from megatron_ac2.training.value_labels import value_metrics, value_sums
 from megatron_ac2.types import PackedBatch, UserError
 
@@ -95,11 +95,14 @@ def train(config: SftConfig) -> None:
             rows = [replace(row, step_correct=value) for row, value in zip(rows, values, strict=True)]
         rows = [row.behind_reference(tokenizer.pad_token_id) for row in rows]
     topology = init_topology(config.parallel, config.run.seed, config.run.timeout_minutes)
-    model = build_model(hf_config, topology, config.parallel, dtype, stage.head, config.megatron, config.run.seed)
+    head = "hidden" if stage.head == "lm" else "value"
+    model = build_model(hf_config, topology, config.parallel, dtype, head, config.megatron, config.run.seed)
     load_hf_weights(model, hf_config, topology, config.model.path)
     ddp = wrap_ddp(model, stage.optimizer.distributed)
     optimizer = build_optimizer(ddp, stage.optimizer, dtype)
-    loss_function = partial(language_loss, topology.pg.tp, hf_config.vocab_size) if stage.head == "lm" else value_loss
+    loss_function = value_loss
+    if stage.head == "lm":
+        loss_function = partial(language_loss, TokenHead(ddp, topology, hf_config.vocab_size, temperature=1.0))
     started, tokens = time.monotonic(), 0
     for step in range(stage.num_steps):
         optimizer.set_lr(learning_rate(stage, step))
@@ -176,10 +179,11 @@ def _last_step(row: WorkedSolution) -> np.ndarray:
     return np.searchsorted(row.step_positions, positions, side="right") - 1
 
 
-def language_loss(tp_group: Any, vocab_size: int, logits: torch.Tensor, batch: PackedBatch) -> Loss:
-    """Negative log-likelihood of the response tokens, summed; logits [1, T, V / tp]."""
-    logprobs, _ = vocab_parallel_logprobs_and_entropy(logits, batch.labels, tp_group, 1.0, vocab_size)
-    return -(logprobs * batch.loss_mask).sum(), batch.loss_mask.sum(), {}
+def language_loss(head: TokenHead, output: torch.Tensor, batch: PackedBatch) -> Loss:
+    """Negative log-likelihood of the response tokens, summed."""
+    rows = loss_rows(batch.loss_mask)
+    found = head.loss(output, batch, rows, negative_log_likelihood(batch.loss_mask[0, rows]))
+    return found.loss, batch.loss_mask.sum(), {}
 
 
 def value_loss(logits: torch.Tensor, batch: PackedBatch) -> Loss:

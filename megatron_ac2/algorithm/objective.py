@@ -15,6 +15,7 @@ from megatron_ac2.algorithm.score_centering import score_centering
 from megatron_ac2.types import UserError
 
 RATIO_LOSSES = ("ppo", "cispo", "gspo")
+SEQUENCE_LOSSES = ("gspo", "asympo")
 LOSSES = ("policy_gradient", *RATIO_LOSSES, "asympo")
 ANCHORS = ("proximal", "behavior")
 AGGREGATIONS = ("token_mean", "sequence_mean", "budget_mean")
@@ -58,6 +59,11 @@ class PolicyObjective:
     score_centering: bool = False
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
+
+    @property
+    def is_token_local(self) -> bool:
+        """Whether a token's loss needs no other token of its sequence."""
+        return self.loss not in SEQUENCE_LOSSES and self.importance_kind in TOKEN_KINDS
 
 
 def policy_loss(

@@ -18,6 +18,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_ac2.config import ParallelConfig
 from megatron_ac2.model.hf_table import head_dim
+from megatron_ac2.model.hidden_head import HiddenModel
 from megatron_ac2.model.modules import torch_block_spec
 from megatron_ac2.model.value_head import ValueModel
 from megatron_ac2.parallel.topology import Topology
@@ -194,13 +195,14 @@ def build_model(
     topology: Topology,
     parallel: ParallelConfig,
     dtype: torch.dtype,
-    head: Literal["lm", "value"] = "lm",
+    head: Literal["lm", "hidden", "value"] = "lm",
     extra: dict[str, Any] | None = None,
     seed: int = 0,
     value_outputs: int = 1,
 ) -> GPTModel:
     """This rank's stage and shard, freshly initialised. On the last stage it returns logits [B, S, V / tensor] ("lm"),
-    or value logits fp32 [B, S, value_outputs] ("value"; model.value_head.HEAD_OUTPUTS has what critic.head needs).
+    hidden states [B, S, H] for a loss that is fused with the output layer ("hidden", the same weights as "lm"), or
+    value logits fp32 [B, S, value_outputs] ("value"; model.value_head.HEAD_OUTPUTS has what critic.head needs).
 
     Raises `UserError` if the layout does not fit the model, or on CUDA without Transformer Engine.
     """
@@ -222,9 +224,9 @@ def build_model(
     devices = [] if topology.on_cpu else [topology.device]
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        if head == "lm":
-            return GPTModel(config, _layer_spec(config, topology), **arguments)
         spec = _layer_spec(config, topology)
+        if head != "value":
+            return (HiddenModel if head == "hidden" else GPTModel)(config, spec, **arguments)
         head_arguments = {"device": topology.device, "head_seed": seed, "num_outputs": value_outputs}
         return ValueModel(config, spec, **arguments, **head_arguments)
 

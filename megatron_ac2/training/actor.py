@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megatron_ac2.algorithm.objective import PolicyObjective, PolicyTokens, aggregation_weights, policy_loss
-from megatron_ac2.config import ActorConfig, Config, num_recorded_logprobs
+from megatron_ac2.algorithm.objective import PolicyObjective, aggregation_weights
+from megatron_ac2.config import Config, num_recorded_logprobs
 from megatron_ac2.data.packing import num_sequences, pack, plan_microbatches, sequence_ids
-from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs, restricted_logprobs, token_logprobs
+from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training import step
 from megatron_ac2.training.mismatch import mismatch_sums
+from megatron_ac2.training.policy_objective import evaluation, filtered, objective_of
+from megatron_ac2.training.token_head import TokenHead, loss_rows
 from megatron_ac2.types import PackedBatch, TrainSequence
 
 
@@ -52,16 +54,17 @@ class Actor:
     ):
         self.model = model
         self.reference = reference
+        self.head = TokenHead(model, topology, vocab_size, config.sampling.temperature)
+        if reference is not None:
+            self.reference_head = TokenHead(reference, topology, vocab_size, config.sampling.temperature)
         self.optimizer = optimizer
         self.topology = topology
         self.config = config.actor
         self.objective = objective_of(config.actor)
         self.response_budget = config.sampling.response_budget
-        self.temperature = config.sampling.temperature
         # Under top-p or top-k the engine's log-probs are those of what the filter left: so must ours be.
         self.is_filtered = config.sampling.top_p < 1 or bool(config.sampling.top_k)
         self.num_recorded = num_recorded_logprobs(config, vocab_size)
-        self.vocab_size = vocab_size
         self.pad_id = pad_id
         self.align = align or step.token_alignment(topology)
         self._updates_since_score = 0
@@ -154,70 +157,47 @@ class Actor:
         batch.loss_mask = batch.loss_mask * batch.fields.pop("weights")
         return batch
 
-    def _generated_logprobs(self, logits: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-        return self._token_logprobs(logits, batch).labels[batch.fields["generated"].bool()]
+    def _generated_logprobs(self, output: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        rows = loss_rows(batch.fields["generated"])
+        return self._scores(self.head, output, batch, rows).labels
 
-    def _score_reference(self, logits: torch.Tensor, batch: PackedBatch) -> None:
-        batch.fields["reference_logprobs"] = self._token_logprobs(logits, batch).labels
+    def _score_reference(self, output: torch.Tensor, batch: PackedBatch) -> None:
+        rows = loss_rows(batch.loss_mask)
+        found = self._scores(self.reference_head, output, batch, rows)
+        batch.fields["reference_logprobs"] = _spread(found.labels, rows, batch)
 
-    def _score_microbatch(self, logits: torch.Tensor, batch: PackedBatch) -> dict[str, torch.Tensor]:
-        found = self._token_logprobs(logits, batch)
-        batch.fields["proximal_logprobs"] = found.labels
-        generated, empty_prefix = batch.fields["generated"], batch.fields["empty_prefix"]
+    def _score_microbatch(self, output: torch.Tensor, batch: PackedBatch) -> dict[str, torch.Tensor]:
+        rows = loss_rows(batch.fields["generated"])
+        found = self._scores(self.head, output, batch, rows)
+        batch.fields["proximal_logprobs"] = _spread(found.labels, rows, batch)
+        empty_prefix = batch.fields["empty_prefix"][0, rows]
         return {
-            "entropy": (found.entropy * generated).sum(),
+            "entropy": found.entropy.sum(),
             "empty_prefix_entropy": (found.entropy * empty_prefix).sum(),
             "empty_prefix_tokens": empty_prefix.sum(),
-            **mismatch_sums(found.labels, batch.fields["behavior_logprobs"], generated),
+            **mismatch_sums(found.labels, batch.fields["behavior_logprobs"][0, rows]),
         }
 
-    def _policy_loss(self, logits: torch.Tensor, batch: PackedBatch, objective: PolicyObjective) -> step.Loss:
-        found = self._token_logprobs(logits, batch)
-        fields, mask = batch.fields, batch.loss_mask
-        ids, count = sequence_ids(batch), num_sequences(batch)
-        weights, num_units = aggregation_weights(self.config.aggregation, ids, mask, count, budget=self.response_budget)
-        tokens = PolicyTokens(
-            current=found.labels,
-            proximal=fields["proximal_logprobs"],
-            behavior=fields["behavior_logprobs"],
-            advantages=fields["advantages"],
-            mask=weights,
-            sequence_ids=ids,
-            num_sequences=count,
-            entropy=found.entropy,
-            reference=fields.get("reference_logprobs"),
-            top_current=found.top,
-            top_behavior=fields.get("top_behavior"),
-        )
-        # A sum: the division by the job's units is Megatron's (training/step.py).
-        loss, metrics = policy_loss(tokens, objective, 1.0)
-        metrics.pop("loss", None)
-        error = (found.labels.detach() - fields["proximal_logprobs"]).abs()
-        metrics["log_ratio_error_max"] = (error * mask).max()
-        return loss, num_units, metrics
+    def _scores(self, head: TokenHead, output: torch.Tensor, batch: PackedBatch, rows: torch.Tensor) -> TokenLogprobs:
+        found = head.scores(output, batch, rows)
+        return filtered(found, batch.fields["top_behavior"][0, rows]) if self.is_filtered else found
 
-    def _token_logprobs(self, logits: torch.Tensor, batch: PackedBatch) -> TokenLogprobs:
-        """Of the labels and, if they were recorded, of the sampler's most likely tokens; under the sampler's filter."""
-        top_ids = batch.fields.get("top_ids")
-        found = token_logprobs(
-            logits, batch.labels, self.topology.pg.tp, self.temperature, self.vocab_size, top_ids=top_ids
-        )
-        if not self.is_filtered or top_ids is None:
-            return found
-        support = batch.fields["top_behavior"].isfinite() & batch.fields["generated"].bool()[..., None]
-        labels, top = restricted_logprobs(found.labels, found.top, support)
-        return replace(found, labels=labels, top=top)
+    def _policy_loss(self, output: torch.Tensor, batch: PackedBatch, objective: PolicyObjective) -> step.Loss:
+        rows = loss_rows(batch.loss_mask)
+        weights, num_units = aggregation_weights(
+            self.config.aggregation, sequence_ids(batch)[0, rows], batch.loss_mask[0, rows], num_sequences(batch),
+            budget=self.response_budget,
+        )  # fmt: skip
+        found = self.head.loss(
+            output, batch, rows, evaluation(batch, rows, weights, objective, self.is_filtered),
+            token_local=objective.is_token_local, entropy_gradient=bool(objective.entropy_bonus),
+        )  # fmt: skip
+        return found.loss, num_units, found.metrics
 
 
-def objective_of(config: ActorConfig) -> PolicyObjective:
-    """The actor's loss as plain values, without what changes from step to step."""
-    return PolicyObjective(
-        loss=config.loss, anchor=config.anchor, clip_low=config.clip_low, clip_high=config.clip_high,
-        dual_clip=config.dual_clip, asympo_floor=config.asympo_floor, entropy_bonus=config.entropy_bonus,
-        importance_kind=config.importance.kind, importance_low=config.importance.low,
-        importance_high=config.importance.high, score_centering=config.score_centering.enabled,
-        kl_coefficient=config.reference_kl.coefficient, kl_estimator=config.reference_kl.estimator,
-    )  # fmt: skip
+def _spread(values: torch.Tensor, rows: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """[R] -> [1, T], 0 elsewhere."""
+    return torch.zeros_like(batch.loss_mask).index_copy_(1, rows, values[None].to(batch.loss_mask.dtype))
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:

@@ -13,9 +13,9 @@ from megatron_ac2.algorithm.soft_value import ReplyTree, reply_tree, soft_value
 from megatron_ac2.algorithm.value_prompt import build_value_prompt, grid_replies, parse_value, value_ids
 from megatron_ac2.config import Config
 from megatron_ac2.data.packing import pack, plan_microbatches
-from megatron_ac2.kernels.vocab_logprobs import vocab_parallel_logprobs_and_entropy
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training import step
+from megatron_ac2.training.token_head import TokenHead, loss_rows, negative_log_likelihood
 from megatron_ac2.types import CriticExample, CriticState, PackedBatch, Sampler, SampleRequest, UserError, Values
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class GenerativeCritic:
         self.config = config.critic
         self.response_budget = config.sampling.response_budget
         self.vocab_size = vocab_size
+        self.head = TokenHead(model, topology, vocab_size, temperature=1.0)
         self.max_context_len = self.config.max_context_len or model_max_len
         self.pad_id = pad_id
         self.align = align or step.token_alignment(topology)
@@ -162,14 +163,11 @@ class GenerativeCritic:
         )
         return step.to_device(batch, self.topology.device)
 
-    def _reply_loss(self, logits: torch.Tensor, batch: PackedBatch) -> step.Loss:
-        logprobs, _ = vocab_parallel_logprobs_and_entropy(
-            logits, batch.labels, self.topology.pg.tp, 1.0, self.vocab_size
-        )
-        mask = batch.loss_mask
-        loss = -(logprobs * mask * batch.fields["weights"]).sum() / _LOSS_DIVISOR
-        likely = ((logprobs.detach().exp() > 0.5) * mask).sum()
-        return loss, batch.fields["pairs"].sum(), {"likely": likely, "reply_tokens": mask.sum()}
+    def _reply_loss(self, output: torch.Tensor, batch: PackedBatch) -> step.Loss:
+        rows = loss_rows(batch.loss_mask)
+        weights = batch.fields["weights"][0, rows] / _LOSS_DIVISOR
+        found = self.head.loss(output, batch, rows, negative_log_likelihood(weights))
+        return found.loss, batch.fields["pairs"].sum(), found.metrics | {"reply_tokens": batch.loss_mask.sum()}
 
 
 def _tree(value: str, tokenizer: PreTrainedTokenizerBase) -> ReplyTree | None:

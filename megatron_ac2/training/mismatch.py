@@ -8,22 +8,26 @@ from collections.abc import Iterable, Mapping
 import torch
 
 
-def mismatch_sums(logprobs: torch.Tensor, behavior: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Trainer against engine on the sampled tokens, all [1, T]: sums, and one maximum, that `score_metrics` reads."""
-    mask = mask.bool()
-    difference = (logprobs - behavior).double().masked_fill(~mask, 0.0)  # log ratio trainer / engine; 0 off the mask
+def mismatch_sums(logprobs: torch.Tensor, behavior: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Trainer against engine on sampled tokens, [R] each: sums, and one maximum, that `score_metrics` reads."""
+    difference = (logprobs - behavior).double()  # log ratio trainer / engine
     ratio = difference.exp()
     return {
-        "tokens": mask.sum(),
+        "tokens": difference.new_tensor(float(len(difference))),
         "abs_difference": difference.abs().sum(),
-        "abs_difference_max": difference.abs().max(),
+        "abs_difference_max": largest(difference.abs()),
         "k1": -difference.sum(),
         "k3": (ratio - 1 - difference).sum(),
-        "ratio": (ratio * mask).sum(),
-        "ratio_squared": (ratio.square() * mask).sum(),
+        "ratio": ratio.sum(),
+        "ratio_squared": ratio.square().sum(),
         "ratio_above_2": (ratio > 2).sum(),
         "ratio_below_half": (ratio < 0.5).sum(),
     }
+
+
+def largest(values: torch.Tensor) -> torch.Tensor:
+    """The maximum of values >= 0; 0 of none."""
+    return values.amax() if len(values) else values.sum()
 
 
 def score_metrics(scores: Iterable[Mapping[str, float]]) -> dict[str, float]:

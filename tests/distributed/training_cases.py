@@ -127,7 +127,7 @@ def check_objective(bench: Bench, reference: dict[str, Any], name: str) -> None:
     """Every part of an objective through the actor, in this layout; log-probs by sequence on every rank."""
     config, expected = objective_case.make_config(name), reference["objectives"][name]
     config.actor.max_tokens_per_microbatch = SPLITS[0][0]
-    frozen = bench.fresh_model(seed=3)
+    frozen = bench.fresh_model(seed=3)  # returns what the policy returns
     load_hf_weights(frozen, bench.hf_config, bench.topology, bench.folder)
     actor = Actor(
         bench.model, bench.probe, bench.topology, config, bench.hf_config.vocab_size, align=bench.topology.tensor,
@@ -152,7 +152,7 @@ def check_objective(bench: Bench, reference: dict[str, Any], name: str) -> None:
 
 def check_optimizer_step(place: Place, folder: Path, reference: dict[str, Any]) -> None:
     """The real optimizer, sharded over data ranks: grad norm, clipped AdamW step and update norm against torch's."""
-    bench = Bench(place, folder, "lm", distributed_optimizer=True)
+    bench = Bench(place, folder, "hidden", distributed_optimizer=True)
     bench.reload()
     config = case.make_config()
     optimizer = build_optimizer(bench.model, case.OPTIMIZER, torch.float32)
@@ -320,7 +320,7 @@ def check_refusals(bench: Bench) -> None:
 def run_layout(layout: tuple[int, int, bool], folder: Path, reference: dict[str, Any]) -> None:
     parallel = ParallelConfig(*layout)
     place = init_topology(parallel, seed=0, timeout_minutes=2), parallel
-    checks: list[tuple[str, Callable[..., None]]] = [("lm", check_actor), ("lm", check_generative)]
+    checks: list[tuple[str, Callable[..., None]]] = [("hidden", check_actor), ("hidden", check_generative)]
     tied = load_hf_config(folder).tie_word_embeddings
     if not tied:  # the value head replaces the output layer, so that a tied trunk is no other case
         checks.append(("value", check_value_head))
@@ -329,9 +329,14 @@ def run_layout(layout: tuple[int, int, bool], folder: Path, reference: dict[str,
         for head in ("mse", "two_hot"):
             check_training_and_snapshot(place, folder, head)
     benches = {head: Bench(place, folder, head) for head in dict.fromkeys(head for head, _ in checks)}
-    check_refusals(benches["lm"])
+    check_refusals(benches["hidden"])
     for name in () if tied else objective_case.OBJECTIVES:
-        check_objective(benches["lm"], reference, name)
+        check_objective(benches["hidden"], reference, name)
+    if not tied:  # the naive twin of the fused loss
+        naive = Bench(place, folder, "lm")
+        check_actor(naive, reference, SPLITS[0])
+        check_generative(naive, reference, SPLITS[0])
+        check_objective(naive, reference, "centred")
     for split in SPLITS[:1] if tied else SPLITS:
         for head, check in checks:
             check(benches[head], reference, split)

@@ -11,16 +11,16 @@ from megatron_ac2.training.mismatch import mismatch_sums, score_metrics
 from megatron_ac2.training.value_labels import value_metrics, value_sums
 
 
-def scored(logprobs, behavior, mask):
-    sums = {name: value.item() for name, value in mismatch_sums(*map(torch.tensor, (logprobs, behavior, mask))).items()}
+def scored(logprobs, behavior):
+    sums = {name: value.item() for name, value in mismatch_sums(torch.tensor(logprobs), torch.tensor(behavior)).items()}
     return {**sums, "entropy": 0.3 * sums["tokens"], "empty_prefix_entropy": 0.5, "empty_prefix_tokens": 1.0}
 
 
 def test_mismatch_by_hand():
-    """Ratios 3, 1/4 and 1, and a masked token that must not count, whatever it holds."""
-    behavior = [-2.0, -1.0, -0.5, math.nan]
-    logprobs = [-2.0 + math.log(3), -1.0 - math.log(4), -0.5, 0.0]
-    metrics = score_metrics([scored([logprobs], [behavior], [[1.0, 1.0, 1.0, 0.0]])])
+    """Ratios 3, 1/4 and 1."""
+    behavior = [-2.0, -1.0, -0.5]
+    logprobs = [-2.0 + math.log(3), -1.0 - math.log(4), -0.5]
+    metrics = score_metrics([scored(logprobs, behavior)])
     assert metrics["num_tokens"] == 3 and metrics["entropy"] == pytest.approx(0.3)
     assert metrics["mismatch/mean_abs"] == pytest.approx((math.log(3) + math.log(4)) / 3, rel=1e-6)
     assert metrics["mismatch/max_abs"] == pytest.approx(math.log(4), rel=1e-6)
@@ -31,21 +31,20 @@ def test_mismatch_by_hand():
 
 
 def test_agreement_is_no_mismatch():
-    metrics = score_metrics([scored([[-1.0, -2.0]], [[-1.0, -2.0]], [[1.0, 1.0]])])
+    metrics = score_metrics([scored([-1.0, -2.0], [-1.0, -2.0])])
     assert metrics["mismatch/ess"] == 1
     assert all(metrics[f"mismatch/{name}"] == 0 for name in ("mean_abs", "max_abs", "k1", "k3", "ratio_above_2"))
 
 
 def test_minibatches_add_up():
-    whole = scored([[-1.0, -2.0, -3.0]], [[-1.5, -2.0, -2.0]], [[1.0, 1.0, 1.0]])
-    parts = [scored([[-1.0]], [[-1.5]], [[1.0]]), scored([[-2.0, -3.0]], [[-2.0, -2.0]], [[1.0, 1.0]])]
+    whole = scored([-1.0, -2.0, -3.0], [-1.5, -2.0, -2.0])
+    parts = [scored([-1.0], [-1.5]), scored([-2.0, -3.0], [-2.0, -2.0])]
     halved = [{**part, "empty_prefix_entropy": 0.25, "empty_prefix_tokens": 0.5} for part in parts]
     assert score_metrics(halved) == pytest.approx(score_metrics([whole]))
 
 
 def test_nothing_generated_is_not_a_division_by_zero():
-    empty = {name: 0.0 for name in scored([[0.0]], [[0.0]], [[0.0]])}
-    metrics = score_metrics([empty])
+    metrics = score_metrics([{**scored([], []), "empty_prefix_tokens": 0.0}])
     assert math.isnan(metrics.pop("empty_prefix_entropy"))
     assert all(math.isfinite(value) for value in metrics.values())
 
