@@ -23,14 +23,15 @@ class TokenHead:
     """
 
     def __init__(self, model: torch.nn.Module, topology: Topology, vocab_size: int, temperature: float):
-        self._model = model
+        bare = unwrap(model)
+        self._hidden_model = bare if isinstance(bare, HiddenModel) else None
         self._tp_group = topology.pg.tp
         self._vocab_size = vocab_size
         self._temperature = temperature
 
     def scores(self, output: torch.Tensor, batch: PackedBatch, rows: torch.Tensor) -> TokenLogprobs:
         """Of the rows' labels, [R], and of their recorded tokens fields["top_ids"], [R, k]; without gradients."""
-        if not self._is_fused:
+        if self._hidden_model is None:
             return self._naive_scores(output.detach(), batch, rows)
         top_ids = _top_ids(batch)
         return chunk_scores(output[0], self._head(), batch.labels[0], top_ids=top_ids, rows=rows)
@@ -46,7 +47,7 @@ class TokenHead:
         entropy_gradient: bool = False,
     ) -> ChunkLoss:
         """The objective's loss over the rows, differentiable by `output` and the output weight (kernels/chunk_loss)."""
-        if self._is_fused:
+        if self._hidden_model is not None:
             return chunk_loss(
                 output[0], self._head(), batch.labels[0], objective, top_ids=_top_ids(batch), rows=rows,
                 token_local=token_local, entropy_gradient=entropy_gradient,
@@ -55,12 +56,9 @@ class TokenHead:
         loss, metrics = objective(scores, slice(0, len(rows)))
         return ChunkLoss(loss, _detached(scores), metrics)
 
-    @property
-    def _is_fused(self) -> bool:
-        return isinstance(unwrap(self._model), HiddenModel)
-
     def _head(self) -> Head:
-        return Head(unwrap(self._model).output_weight, self._vocab_size, self._temperature, self._tp_group)
+        weight = self._hidden_model.output_weight
+        return Head(weight, self._vocab_size, self._temperature, self._tp_group)
 
     def _naive_scores(self, logits: torch.Tensor, batch: PackedBatch, rows: torch.Tensor) -> TokenLogprobs:
         top_ids = batch.fields.get("top_ids")
