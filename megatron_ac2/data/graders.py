@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
 
-from megatron_ac2.types import Grade, Grader, Problem, UserError
+from megatron_ac2.types import Grade, Problem, UserError
 
 _ANSWER_LINE = re.compile(r"^[ \t>*_#]*(?:the\s+)?(?:final\s+)?answer\s*(?:is)?[ \t*_]*[:=][ \t*_]*", re.I | re.M)
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.I | re.S)

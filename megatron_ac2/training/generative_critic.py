@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -63,7 +64,6 @@ class GenerativeCritic:
         self.config = config.critic
         self.response_budget = config.sampling.response_budget
         self.vocab_size = vocab_size
-        self.head = TokenHead(model, topology, vocab_size, temperature=1.0)
         self.max_context_len = self.config.max_context_len or model_max_len
         self.pad_id = pad_id
         self.align = align or step.token_alignment(topology)
@@ -121,7 +121,8 @@ class GenerativeCritic:
         )
         mine = plan[self.topology.data_rank]
         microbatches = [self._pack([pairs[index] for index in indices], mean_weight) for indices in mine]
-        sums = step.forward_backward(self.model, microbatches, self._reply_loss, self.topology)
+        head = TokenHead(self.model, self.topology, self.vocab_size, temperature=1.0)
+        sums = step.forward_backward(self.model, microbatches, partial(_reply_loss, head), self.topology)
         return {
             "loss": sums["loss"],
             "token_accuracy": sums["likely"] / max(sums["reply_tokens"], 1.0),
@@ -163,11 +164,12 @@ class GenerativeCritic:
         )
         return step.to_device(batch, self.topology.device)
 
-    def _reply_loss(self, output: torch.Tensor, batch: PackedBatch) -> step.Loss:
-        rows = loss_rows(batch.loss_mask)
-        weights = batch.fields["weights"][0, rows] / _LOSS_DIVISOR
-        found = self.head.loss(output, batch, rows, negative_log_likelihood(weights))
-        return found.loss, batch.fields["pairs"].sum(), found.metrics | {"reply_tokens": batch.loss_mask.sum()}
+
+def _reply_loss(head: TokenHead, output: torch.Tensor, batch: PackedBatch) -> step.Loss:
+    rows = loss_rows(batch.loss_mask)
+    weights = batch.fields["weights"][0, rows] / _LOSS_DIVISOR
+    found = head.loss(output, batch, rows, negative_log_likelihood(weights))
+    return found.loss, batch.fields["pairs"].sum(), found.metrics | {"reply_tokens": batch.loss_mask.sum()}
 
 
 def _tree(value: str, tokenizer: PreTrainedTokenizerBase) -> ReplyTree | None:
