@@ -92,15 +92,18 @@ def _control_critic_lr(
 
 
 def _actor_metrics(scored: dict[str, float], updates: Sequence[dict[str, float]], clip_high: float) -> dict[str, float]:
+    """Means over the minibatches, but for totals and extremes: the first one's clip fractions alone are always 0."""
     renamed = {"clip_low": "clip_fraction_low", "clip_high": "clip_fraction_high"}  # "clip_high" is the bound itself
-    first = {f"actor/{renamed.get(name, name)}": value for name, value in updates[0].items()}
-    metrics = first | {
+    names = dict.fromkeys(name for update in updates for name in update)
+    columns = {name: [update[name] for update in updates if name in update] for name in names}
+    means = {f"actor/{renamed.get(name, name)}": sum(column) / len(column) for name, column in columns.items()}
+    metrics = means | {
         "actor/entropy": scored["entropy"],
         "actor/entropy_empty_prefix": scored["empty_prefix_entropy"],
         "actor/clip_high": clip_high,
-        "actor/loss": sum(update["loss"] for update in updates) / len(updates),
-        "actor/grad_norm": max(update["grad_norm"] for update in updates),
-        "actor/update_norm": sum(update["update_norm"] for update in updates),
+        "actor/grad_norm": max(columns["grad_norm"]),
+        "actor/update_norm": sum(columns["update_norm"]),
+        "actor/num_tokens": sum(columns.get("num_tokens", [])),
     }
     names = {
         "mean_abs": "logprob_abs_mean", "max_abs": "logprob_abs_max", "k1": "kl_k1", "k3": "kl_k3", "ess": "ess",

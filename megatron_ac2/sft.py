@@ -1,7 +1,7 @@
 """Supervised learning on the same Megatron step: the policy on worked solutions, or a value head on step labels.
 A critic needs this warm-up where its model cannot read yet; it is off unless a run's `critic.path` points at it.
 
-`python -m megatron_ac2.sft config.yaml [section.field=value ...]`, alone or under torchrun. Rows of `sft.data` (JSONL):
+`python -m megatron_ac2.sft CONFIG.yaml [OVERLAY.yaml ...] [section.field=value ...]`, alone or under torchrun. Rows of `sft.data` (JSONL):
 `prompt`, `response`, and for a value head `step_ends` (character offsets), `step_correct` (0 or 1 each), `reference`.
 Writes a Hugging Face folder, with `training_cost.json` beside the weights for a run that starts there to report.
 """
@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from megatron_ac2.algorithm.value_losses import value_bce_loss
 from megatron_ac2.config import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_ac2.config_file import load_config
+from megatron_ac2.config_file import load_config, split_arguments
 from megatron_ac2.data.packing import pack, plan_microbatches
 from megatron_ac2.data.worked import WorkedSolution, load_worked, step_values
 from megatron_ac2.entry import run_entry_point
@@ -72,9 +72,7 @@ class SftConfig:
 
 
 def main() -> int:
-    if len(sys.argv) < 2:
-        raise UserError("usage: python -m megatron_ac2.sft CONFIG.yaml [section.field=value ...]")
-    config = load_config(sys.argv[1], sys.argv[2:], SftConfig)
+    config = load_config(*split_arguments(sys.argv[1:]), SftConfig)
     if config.sft.head not in ("lm", "value"):
         raise UserError(f"sft.head: found {config.sft.head!r}, accepted: lm, value")
     train(config)
