@@ -1,8 +1,8 @@
 """Supervised learning on the same Megatron step: the policy on worked solutions, or a value head on step labels.
 A critic needs this warm-up where its model cannot read yet; it is off unless a run's `critic.path` points at it.
 
-`python -m megatron_ac2.sft CONFIG.yaml [OVERLAY.yaml ...] [section.field=value ...]`, alone or under torchrun. Rows of `sft.data` (JSONL):
-`prompt`, `response`, and for a value head `step_ends` (character offsets), `step_correct` (0 or 1 each), `reference`.
+`python -m megatron_ac2.sft CONFIG.yaml [OVERLAY.yaml ...] [section.field=value ...]`, alone or under torchrun.
+Rows of `sft.data` (JSONL): `prompt`, `response`, and for a value head `step_ends` (character offsets), `step_correct` (0 or 1 each), `reference`.
 Writes a Hugging Face folder, with `training_cost.json` beside the weights for a run that starts there to report.
 """
 
