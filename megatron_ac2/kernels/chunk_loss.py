@@ -26,6 +26,7 @@ from megatron_ac2.kernels.vocab_shards import RowSums, accumulator_of, combine, 
 
 TILE_BYTES = 160 << 20
 _ROW_MULTIPLE = 32
+_NARROWED_AT_ONCE = 1 << 22  # elements
 
 # (scores of some of the loss's rows, which of them) -> (sum of their losses, metric sums; "*_max" are maxima).
 Objective = Callable[[TokenLogprobs, slice], tuple[Tensor, dict[str, Tensor]]]
@@ -108,7 +109,7 @@ def chunk_scores(
     """The forward half of `chunk_loss`, the same numbers: log-probs and entropies of the rows, without gradients."""
     walk = _Walk(hidden, head, labels, top_ids, rows, tile_bytes)
     tile = walk.tile()
-    return _joined([walk.score(tile, part)[0] for part in walk.parts])
+    return _joined([walk.score(tile, part)[0] for part in walk.parts or [slice(0, 0)]])
 
 
 class _Walk:
@@ -123,7 +124,7 @@ class _Walk:
         ids = labels[:, None] if top_ids is None else torch.cat([labels[:, None], top_ids], 1)
         ids = (ids if rows is None else ids[rows]) - first
         self.ids = ids.masked_fill_((ids < 0) | (ids >= self.columns), self.columns)
-        self.parts = _parts(len(ids), max(1, tile_bytes // ((self.columns + 1) * hidden.element_size())))
+        self.parts = _parts(len(ids), tile_rows(self.columns, hidden.dtype, tile_bytes))
 
     def tile(self, keep_logits: bool = False) -> VocabTile:
         num_rows = self.parts[0].stop if self.parts else 0
@@ -236,14 +237,33 @@ class _Attached(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the gradients of a chunk loss are gone after one backward pass: call chunk_loss again")
         found, ctx.gradients = (ctx.gradients.hidden, ctx.gradients.weight), None
-        scaled = [None if x is None else x.mul_(scale).to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True)]
-        return *scaled, None, None
+        return *(_scaled(x, scale, dtype) for x, dtype in zip(found, ctx.dtypes, strict=True)), None, None
+
+
+def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """gradient * scale in `dtype`, in the gradient's own memory: there is none for a second d(weight)."""
+    if gradient is None:
+        return None
+    if gradient.dtype == dtype or gradient.element_size() < dtype.itemsize:
+        # Looking at a number stalls a GPU, and spares a CPU a pass over [V, H].
+        is_one = scale.device.type == "cpu" and scale.item() == 1
+        return (gradient if is_one else gradient.mul_(scale)).to(dtype)
+    wide = gradient.view(-1)
+    narrow = wide.view(dtype)[: wide.numel()]
+    for start in range(0, wide.numel(), _NARROWED_AT_ONCE):
+        part = slice(start, start + _NARROWED_AT_ONCE)
+        narrow[part] = (wide[part] * scale).to(dtype)  # later elements of `wide` lie behind all of this
+    return narrow.view(gradient.shape)
+
+
+def tile_rows(columns: int, dtype: torch.dtype, tile_bytes: int) -> int:
+    """The most tokens whose logits, in `dtype`, are a tile of `tile_bytes`: a multiple of _ROW_MULTIPLE if it can."""
+    most = max(1, tile_bytes // ((columns + 1) * dtype.itemsize))
+    return most - most % _ROW_MULTIPLE if most > _ROW_MULTIPLE else most
 
 
 def _parts(num_rows: int, most: int) -> list[slice]:
     """Slices of about equal size, at most `most`, multiples of _ROW_MULTIPLE where that allows it."""
-    if most > _ROW_MULTIPLE:
-        most -= most % _ROW_MULTIPLE
     count = -(-num_rows // most)
     size = -(-num_rows // max(count, 1))
     size = min(most, -(-size // _ROW_MULTIPLE) * _ROW_MULTIPLE)

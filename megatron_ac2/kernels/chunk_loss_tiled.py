@@ -129,7 +129,7 @@ class VocabTile:
         return mass, moment
 
     def _pick(self, tile: Tensor, ids: Tensor) -> Tensor:
-        return tile.gather(0, ids.t()).t().to(self.accumulator)
+        return tile[ids, _positions(ids)].to(self.accumulator)
 
     def _factor(self, slopes: Tensor, offset: Tensor) -> Tensor:
         """q of d loss / d z = q (e^y + corrections): -sum of the slopes / sum e^y, kept away from 0, for the
@@ -142,9 +142,9 @@ class VocabTile:
     def _correct(self, tile: Tensor, ids: Tensor, slopes: Tensor, factor: Tensor) -> None:
         """Add slope / q to the ids' own entries, in full precision: for a sure token the two all but cancel."""
         ids, slopes = merge_repeated(ids, slopes)
-        entries = tile.gather(0, ids.t()).to(self.accumulator)
         corrections = (slopes / factor[:, None]).masked_fill_((factor == 0)[:, None], 0.0)
-        tile.scatter_(0, ids.t(), (entries + corrections.t()).to(tile.dtype))
+        # Not scatter_, which copies the whole of a half-precision tile to fp32 on CPU.
+        tile[ids, _positions(ids)] = corrections.add_(self._pick(tile, ids)).to(tile.dtype)
 
     def _entropy_gradient(
         self, tile: Tensor, offset: Tensor, total: Tensor, entropy_slopes: Tensor, entropy: Tensor
@@ -162,6 +162,10 @@ class VocabTile:
                 gradient[block].addmm_(tile[block], scaled)
             else:
                 gradient[block] += tile[block] @ scaled
+
+
+def _positions(ids: Tensor) -> Tensor:
+    return torch.arange(len(ids), device=ids.device)[:, None]
 
 
 def merge_repeated(ids: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:

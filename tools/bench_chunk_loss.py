@@ -1,0 +1,254 @@
+"""The fused policy loss beside what it replaces: time and peak memory of forward and backward, a fresh process a case.
+
+usage: bench_chunk_loss.py [--tokens 1024 4096 16384] [--hidden 1024 2560] [--dtypes bf16 fp32] [--threads 2]
+
+naive    logits materialised, torch's log_softmax in fp32
+twin     logits materialised, kernels/vocab_logprobs.py
+tiled    kernels/chunk_loss.py with torch's operators; +entropy: an entropy bonus, +centering: 32 recorded tokens,
+         bf16 grad: d(weight) accumulated in the weight's own bf16
+liger    LigerFusedLinearGRPOLoss(compiled=False), where liger-kernel is installed; one advantage a sequence of 256
+gemms    the three matrix products alone, in the tiles' shapes: X W^T, P W, P^T X
+
+Peak: the process's resident memory above its inputs, sampled; "beyond": less d(weight) and d(hidden) as they were
+accumulated. Error of d(weight): against float64, on every 997th row. Not run: a case that would not fit in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ac2.algorithm.objective import PolicyObjective, PolicyTokens, policy_loss  # noqa: E402
+from megatron_ac2.kernels.chunk_loss import TILE_BYTES, Head, chunk_loss, tile_rows  # noqa: E402
+from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs, token_logprobs  # noqa: E402
+
+KINDS = ("gemms", "tiled", "tiled +entropy", "tiled +centering", "tiled bf16 grad", "naive", "twin", "liger")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+VOCAB = 151_936
+NUM_TOP = 32
+SEQUENCE = 256
+GIB = 1 << 30
+
+
+class Case:
+    """Inputs as of a policy near its own samples: proximal log-probs differ from the current ones by 0.3 nats."""
+
+    def __init__(self, kind: str, tokens: int, hidden: int, dtype: torch.dtype):
+        generator = torch.Generator().manual_seed(0)
+        self.kind, self.tokens = kind, tokens
+        self.weight = (torch.randn(VOCAB, hidden, generator=generator) * 0.02).to(dtype).requires_grad_()
+        self.hidden = torch.randn(tokens, hidden, generator=generator).to(dtype).requires_grad_()
+        self.labels = torch.randint(0, VOCAB, (tokens,), generator=generator)
+        advantages = torch.randn(-(-tokens // SEQUENCE), generator=generator).repeat_interleave(SEQUENCE)
+        self.advantages = advantages[:tokens]
+        self.top_ids = None
+        if kind.endswith("centering"):
+            self.top_ids = torch.randint(0, VOCAB, (tokens, NUM_TOP), generator=generator)
+        with torch.no_grad():
+            rows = self.weight[self.labels].float().mul_(self.hidden.float()).sum(1)
+            # Logits are normal with this variance: log sum exp = log V + variance / 2, up to sampling.
+            self.proximal = rows - math.log(VOCAB) - 0.5 * hidden * 0.02**2
+        self.proximal += 0.3 * torch.randn(tokens, generator=generator)
+        bonus = 1e-3 if kind.endswith("entropy") else 0.0
+        self.objective = PolicyObjective(entropy_bonus=bonus, score_centering=self.top_ids is not None)
+
+    def evaluate(self, scores: TokenLogprobs, part: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        zeros = torch.zeros_like(scores.labels)
+        top = None if scores.top is None else scores.top.detach()
+        tokens = PolicyTokens(
+            current=scores.labels, proximal=self.proximal[part], behavior=self.proximal[part],
+            advantages=self.advantages[part], mask=zeros + 1, sequence_ids=zeros.long(), num_sequences=1,
+            entropy=scores.entropy, top_current=scores.top, top_behavior=top,
+        )  # fmt: skip
+        return policy_loss(tokens, self.objective, self.tokens)
+
+    def tiled(self) -> Tensor:
+        return chunk_loss(
+            self.hidden, Head(self.weight, VOCAB), self.labels, self.evaluate, top_ids=self.top_ids,
+            entropy_gradient=bool(self.objective.entropy_bonus),
+            weight_gradient_dtype=torch.bfloat16 if self.kind.endswith("grad") else None,
+        ).loss  # fmt: skip
+
+    def twin(self) -> Tensor:
+        scores = token_logprobs(self.hidden @ self.weight.t(), self.labels, None, 1.0, VOCAB)
+        return self.evaluate(scores, slice(0, self.tokens))[0]
+
+    def naive(self) -> Tensor:
+        logprobs = torch.log_softmax((self.hidden @ self.weight.t()).float(), -1)
+        current = logprobs.gather(1, self.labels[:, None])[:, 0]
+        return self.evaluate(TokenLogprobs(current, torch.zeros_like(current), None), slice(0, self.tokens))[0]
+
+    def liger(self) -> Tensor:
+        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+        length = min(SEQUENCE, self.tokens)
+        shape = (self.tokens // length, length)
+        function = LigerFusedLinearGRPOLoss(
+            beta=0.0, compiled=False, use_ref_model=False, chunk_size=1, epsilon_low=self.objective.clip_low,
+            epsilon_high=self.objective.clip_high, loss_type="grpo", temperature=1.0,
+        )  # fmt: skip
+        loss, _ = function(
+            self.hidden.view(*shape, -1), self.weight, self.labels.view(shape), torch.ones(shape),
+            self.advantages.view(shape)[:, 0], old_per_token_logps=self.proximal.view(shape),
+        )  # fmt: skip
+        return loss
+
+    def weight_error(self) -> float:
+        """Relative error of d(weight) on some of its rows, against float64 from the same inputs."""
+        rows = torch.arange(0, VOCAB, 997)
+        exact = torch.zeros(len(rows), self.weight.shape[1], dtype=torch.float64)
+        weight = self.weight.detach().float()
+        for start in range(0, self.tokens, 128):
+            part = slice(start, min(start + 128, self.tokens))
+            hidden = self.hidden.detach()[part].float()
+            logits = (hidden @ weight.t()).double()
+            probabilities = logits.softmax(1)
+            current = probabilities.gather(1, self.labels[part, None])[:, 0].log().requires_grad_()
+            loss, _ = self.evaluate(TokenLogprobs(current, torch.zeros_like(current), None), part)
+            (slope,) = torch.autograd.grad(loss, current)
+            picked = (rows[None] == self.labels[part, None]).double() - probabilities[:, rows]
+            exact += (picked * slope[:, None]).t() @ hidden.double()
+        return ((self.weight.grad[rows].double() - exact).norm() / exact.norm()).item()
+
+
+def run_case(kind: str, tokens: int, hidden: int, dtype_name: str, repeats: int, with_error: bool) -> dict[str, float]:
+    dtype = DTYPES[dtype_name]
+    case = Case(kind, tokens, hidden, dtype)
+    if kind == "gemms":
+        return {"seconds": gemm_seconds(case, repeats)}
+    function = getattr(case, kind.split()[0])
+    process, peak, done = psutil.Process(), [0], threading.Event()
+    gc.collect()
+    base = process.memory_info().rss
+
+    def sample() -> None:
+        while not done.wait(0.005):
+            peak[0] = max(peak[0], process.memory_info().rss - base)
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        seconds = timed(lambda: step(case, function), repeats)
+    finally:
+        done.set()
+        sampler.join()
+    wide = kind.startswith("tiled") and not kind.endswith("grad") and tokens > tile_rows(VOCAB, dtype, TILE_BYTES)
+    gradients = case.weight.numel() * (4 if wide else dtype.itemsize) + case.hidden.numel() * dtype.itemsize
+    found = {"seconds": seconds, "peak": peak[0] / GIB, "beyond": (peak[0] - gradients) / GIB}
+    if with_error and case.objective == PolicyObjective():
+        found["error"] = case.weight_error()
+    return found
+
+
+def step(case: Case, function: Callable[[], Tensor]) -> None:
+    case.hidden.grad = case.weight.grad = None
+    function().backward()
+
+
+def gemm_seconds(case: Case, repeats: int) -> float:
+    """Of the products of all tokens, measured on one tile."""
+    tile = min(case.tokens, tile_rows(VOCAB, case.weight.dtype, TILE_BYTES))
+    hidden, weight = case.hidden.detach()[:tile], case.weight.detach()
+    logits, to_hidden, to_weight = hidden @ weight.t(), torch.empty_like(hidden), torch.empty_like(weight)
+    products = (
+        lambda: torch.mm(hidden, weight.t(), out=logits),
+        lambda: torch.mm(logits, weight, out=to_hidden),
+        lambda: torch.mm(logits.t(), hidden, out=to_weight),
+    )
+    return sum(timed(product, repeats + 2) for product in products) * case.tokens / tile
+
+
+def timed(function: Callable[[], object], repeats: int) -> float:
+    """The best of `repeats`, after a first one."""
+    best = math.inf
+    for attempt in range(repeats + 1):
+        start = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - start) if attempt else best
+    return best
+
+
+def refusal(kind: str, tokens: int, hidden: int, dtype_name: str) -> str | None:
+    """Why the case is not run."""
+    if kind == "liger" and find_spec("liger_kernel") is None:
+        return "not installed"
+    if kind == "tiled bf16 grad" and dtype_name != "bf16":
+        return "-"
+    size = DTYPES[dtype_name].itemsize
+    logits = tokens * VOCAB * {"naive": size * 2 + 12, "twin": size * 2}.get(kind, 0)
+    needed = logits + VOCAB * hidden * (2 * size + 8) + 2 * GIB
+    if needed > psutil.virtual_memory().available:
+        return f"needs {needed / GIB:.0f} GiB"
+    return None
+
+
+def in_fresh_process(arguments: argparse.Namespace, *case: object) -> dict[str, float] | str:
+    command = [sys.executable, __file__, "--case", json.dumps(case), "--threads", str(arguments.threads)]
+    command += ["--repeats", str(arguments.repeats), *(["--errors"] if arguments.errors else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"])[-1][:80]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def line(kind: str, found: dict[str, float] | str, gemms: float | None) -> str:
+    if isinstance(found, str):
+        return f"  {kind:18s} {found}"
+    text = f"  {kind:18s} {found['seconds']:8.2f} s"
+    if gemms and kind != "gemms":
+        text += f"  {100 * gemms / found['seconds']:4.0f} % of the GEMMs' rate"
+    if "peak" in found:
+        text += f"  peak {found['peak']:6.2f} GiB, beyond gradients {found['beyond']:6.2f}"
+    return text + (f"  d(weight) error {found['error']:.1e}" if "error" in found else "")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--hidden", type=int, nargs="+", default=[1024, 2560])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=2, help="the best of so many, after one that warms up")
+    parser.add_argument("--errors", action="store_true", help="the error of d(weight) too; slow")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    torch.set_num_threads(arguments.threads)
+    if arguments.case:
+        print(json.dumps(run_case(*json.loads(arguments.case), arguments.repeats, arguments.errors)))
+        return
+    print(f"torch {torch.__version__}, {arguments.threads} threads, V {VOCAB}, best of {arguments.repeats}", flush=True)
+    for tokens in arguments.tokens:
+        for hidden in arguments.hidden:
+            for dtype in arguments.dtypes:
+                print(f"T {tokens}, H {hidden}, {dtype}", flush=True)
+                gemms = None
+                for kind in arguments.kinds:
+                    case = (kind, tokens, hidden, dtype)
+                    found = refusal(*case) or in_fresh_process(arguments, *case)
+                    if kind == "gemms" and not isinstance(found, str):
+                        gemms = found["seconds"]
+                    print(line(kind, found, gemms), flush=True)
+
+
+if __name__ == "__main__":
+    main()
