@@ -3,7 +3,8 @@ A critic needs this warm-up where its model cannot read yet; it is off unless a 
 
 `python -m megatron_ac2.sft CONFIG.yaml [OVERLAY.yaml ...] [section.field=value ...]`, alone or under torchrun.
 Rows of `sft.data` (JSONL): `prompt`, `response`, and for a value head `step_ends` (character offsets), `step_correct`
-(0 or 1 each), `reference`. Writes a Hugging Face folder, with `training_cost.json` beside the weights for a run that starts there to report.
+(0 or 1 each), `reference`. Writes a Hugging Face folder, with `training_cost.json` beside the weights for a run that
+starts there to report.
 """
 
 from __future__ import annotations
