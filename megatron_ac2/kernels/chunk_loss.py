@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_ac2.kernels.chunk_loss_tiled import VocabTile
+from megatron_ac2.kernels.chunk_loss_backend import Backend, Tile, default_tile_bytes, new_tile
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs
 from megatron_ac2.kernels.vocab_shards import RowSums, accumulator_of, combine, own_columns, share
 
-TILE_BYTES = 160 << 20
 _ROW_MULTIPLE = 32
 _NARROWED_AT_ONCE = 1 << 22  # elements
 
@@ -64,7 +63,8 @@ def chunk_loss(
     token_local: bool = True,
     entropy_gradient: bool = False,
     weight_gradient_dtype: torch.dtype | None = None,
-    tile_bytes: int = TILE_BYTES,
+    tile_bytes: int | None = None,
+    backend: Backend = "auto",
 ) -> ChunkLoss:
     """The objective's loss over tokens, with its gradients; the logits are never materialised.
 
@@ -82,9 +82,10 @@ def chunk_loss(
     (Megatron's copy to, or gather from, the tensor-parallel region). d(weight) is of this rank's rows. It is
     accumulated in weight_gradient_dtype: None means fp32 where several tiles add to a half-precision weight's, else
     the weight's. Half precision: rows are accumulated in fp32, and scores, loss and metrics are fp32.
+    tile_bytes: None means what suits the device. backend: of the tiles, see chunk_loss_backend.py.
     Raises ValueError for an entropy gradient without `entropy_gradient`.
     """
-    walk = _Walk(hidden.detach(), head, labels, top_ids, rows, tile_bytes)
+    walk = _Walk(hidden.detach(), head, labels, top_ids, rows, tile_bytes, backend)
     gradients = None
     if torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad):
         gradients = _Gradients(hidden, head.weight, weight_gradient_dtype, len(walk.parts))
@@ -104,11 +105,12 @@ def chunk_scores(
     *,
     top_ids: Tensor | None = None,
     rows: Tensor | None = None,
-    tile_bytes: int = TILE_BYTES,
+    tile_bytes: int | None = None,
+    backend: Backend = "auto",
 ) -> TokenLogprobs:
     """The forward half of `chunk_loss`, the same numbers: log-probs and entropies of the rows, without gradients."""
-    walk = _Walk(hidden, head, labels, top_ids, rows, tile_bytes)
-    tile = walk.tile()
+    walk = _Walk(hidden, head, labels, top_ids, rows, tile_bytes, backend)
+    tile = walk.tile(gradients=False)
     return _joined([walk.score(tile, part)[0] for part in walk.parts or [slice(0, 0)]])
 
 
@@ -116,24 +118,29 @@ class _Walk:
     """The tiles of one call and what every step on them needs."""
 
     def __init__(
-        self, hidden: Tensor, head: Head, labels: Tensor, top_ids: Tensor | None, rows: Tensor | None, tile_bytes: int
-    ):
-        self.hidden, self.head, self.rows = hidden, head, rows
+        self, hidden: Tensor, head: Head, labels: Tensor, top_ids: Tensor | None, rows: Tensor | None,
+        tile_bytes: int | None, backend: Backend,
+    ):  # fmt: skip
+        self.hidden, self.head, self.rows, self.backend = hidden, head, rows, backend
         self.has_top = top_ids is not None
         self.columns, first = own_columns(len(head.weight), head.tp_group, head.vocab_size)
         ids = labels[:, None] if top_ids is None else torch.cat([labels[:, None], top_ids], 1)
         ids = (ids if rows is None else ids[rows]) - first
         self.ids = ids.masked_fill_((ids < 0) | (ids >= self.columns), self.columns)
+        tile_bytes = default_tile_bytes(hidden.device) if tile_bytes is None else tile_bytes
         self.parts = _parts(len(ids), tile_rows(self.columns, hidden.dtype, tile_bytes))
 
-    def tile(self, keep_logits: bool = False) -> VocabTile:
+    def tile(self, gradients: bool, keep_logits: bool = False) -> Tile:
         num_rows = self.parts[0].stop if self.parts else 0
-        return VocabTile(self.head.weight.detach(), self.columns, self.head.temperature, num_rows, keep_logits)
+        return new_tile(
+            self.backend, self.head.weight.detach(), self.columns, self.head.temperature, num_rows,
+            gradients=gradients, keep_logits=keep_logits and gradients,
+        )  # fmt: skip
 
     def inputs(self, part: slice) -> Tensor:
         return self.hidden[part] if self.rows is None else self.hidden[self.rows[part]]
 
-    def score(self, tile: VocabTile, part: slice) -> tuple[TokenLogprobs, RowSums]:
+    def score(self, tile: Tile, part: slice) -> tuple[TokenLogprobs, RowSums]:
         statistics, logits = tile.scores(self.inputs(part), self.ids[part])
         statistics, logits = share(statistics, logits, self.head.tp_group)
         sums = combine(statistics)
@@ -149,9 +156,7 @@ class _Gradients:
         self.hidden = torch.zeros_like(hidden) if hidden.requires_grad else None
         self.weight = torch.zeros_like(weight, dtype=dtype) if weight.requires_grad else None
 
-    def add(
-        self, walk: _Walk, tile: VocabTile, part: slice, scores: TokenLogprobs, sums: RowSums, slopes: _Slopes
-    ) -> None:
+    def add(self, walk: _Walk, tile: Tile, part: slice, scores: TokenLogprobs, sums: RowSums, slopes: _Slopes) -> None:
         if slopes.are_zero:
             return
         gradient = tile.gradients(
@@ -178,7 +183,7 @@ class _Slopes:
 
 
 def _one_walk(walk: _Walk, objective: Objective, gradients: _Gradients | None, entropy_gradient: bool):  # type: ignore[no-untyped-def]
-    tile = walk.tile(keep_logits=entropy_gradient and gradients is not None)
+    tile = walk.tile(gradients is not None, entropy_gradient)
     losses, found, metrics = [], [], {}
     for part in walk.parts or [slice(0, 0)]:
         scores, sums = walk.score(tile, part)
@@ -192,13 +197,13 @@ def _one_walk(walk: _Walk, objective: Objective, gradients: _Gradients | None, e
 
 
 def _two_walks(walk: _Walk, objective: Objective, gradients: _Gradients | None, entropy_gradient: bool):  # type: ignore[no-untyped-def]
-    tile = walk.tile()
+    tile = walk.tile(gradients=False)
     found, sums = zip(*(walk.score(tile, part) for part in walk.parts or [slice(0, 0)]), strict=True)
     scores = _joined(found)
     loss, metrics, slopes = _evaluate(objective, scores, slice(0, len(scores.labels)), entropy_gradient)
     if gradients is not None:
         del tile
-        tile = walk.tile(keep_logits=entropy_gradient)
+        tile = walk.tile(True, entropy_gradient)
         for part, own_scores, own_sums in zip(walk.parts, found, sums, strict=False):
             if not slopes[part].are_zero:
                 tile.refill(walk.inputs(part), own_sums.reference + own_sums.log_mass)

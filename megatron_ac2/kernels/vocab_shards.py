@@ -66,12 +66,17 @@ class RowSums:
         return (logits - self.reference.view(shape)) - self.log_mass.view(shape)
 
 
-def combine(statistics: torch.Tensor) -> RowSums:
-    """[N, tp, NUM_STATISTICS] -> the sums over the whole vocabulary."""
+def merged(statistics: torch.Tensor) -> torch.Tensor:
+    """[N, parts, NUM_STATISTICS] of parts of the vocabulary -> [N, NUM_STATISTICS] of them together."""
     references, masses, moments = statistics.unbind(-1)
     reference = references.amax(1)
     shift = references - reference[:, None]
     scale = shift.exp()
-    mass = (scale * masses).sum(1)
     moment = (scale * (moments + masses * shift)).sum(1)
+    return torch.stack([reference, (scale * masses).sum(1), moment], 1)
+
+
+def combine(statistics: torch.Tensor) -> RowSums:
+    """[N, tp, NUM_STATISTICS] -> the sums over the whole vocabulary."""
+    reference, mass, moment = merged(statistics).unbind(1)
     return RowSums(reference, mass.log(), moment / mass)
