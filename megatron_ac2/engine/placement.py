@@ -28,12 +28,13 @@ _UNIT_VECTORS = 1024  # a block of [1024, output] activations at a time
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`hf_name`[rows, columns] lies in rows `local_rows` of the layer's weight."""
+    """`hf_name`[rows, columns] lies in rows `local_rows` of the layer's `parameter`, "weight" or "bias"."""
 
     hf_name: str
     local_rows: slice
     rows: slice
     columns: slice
+    parameter: str = "weight"
 
 
 def placements(model: nn.Module) -> dict[str, tuple[nn.Module, list[Placement]]]:
@@ -43,9 +44,11 @@ def placements(model: nn.Module) -> dict[str, tuple[nn.Module, list[Placement]]]
         parameters = dict(layer.named_parameters(recurse=False))
         if not parameters:
             continue
-        if set(parameters) != {"weight"}:
+        known = {"weight", "bias"} if "bias" in parameters and isinstance(layer, QKVParallelLinear) else {"weight"}
+        if set(parameters) != known:
             raise RuntimeError(f"engine layer {name} ({type(layer).__name__}) has parameters {sorted(parameters)}; "
-                               "only plain weights can be verified: set engine.verify_weights=false")  # fmt: skip
+                               "only plain weights and a bias of q, k and v can be verified: "
+                               "set engine.verify_weights=false")  # fmt: skip
         table[name] = (layer, _placements_of(model, name, layer))
     return table
 
@@ -77,16 +80,21 @@ def _qkv(name: str, layer: QKVParallelLinear) -> list[Placement]:
     head = layer.head_size
     kv_rank = layer.tp_rank // layer.num_kv_head_replicas
     sizes = [layer.num_heads * head, layer.num_kv_heads * head, layer.num_kv_heads * layer.v_head_size]
-    return _stacked(name, ["q_proj", "k_proj", "v_proj"], sizes, [layer.tp_rank, kv_rank, kv_rank])
+    held = ["weight"] if layer.bias is None else ["weight", "bias"]
+    parts, ranks = ["q_proj", "k_proj", "v_proj"], [layer.tp_rank, kv_rank, kv_rank]
+    return [part for parameter in held for part in _stacked(name, parts, sizes, ranks, parameter)]
 
 
-def _stacked(name: str, parts: list[str], sizes: list[int], ranks: list[int]) -> list[Placement]:
+def _stacked(
+    name: str, parts: list[str], sizes: list[int], ranks: list[int], parameter: str = "weight"
+) -> list[Placement]:
     """Parts lie one after another; this rank holds the `ranks[i]`-th shard, of `sizes[i]` rows, of part i."""
     parent = name.rpartition(".")[0]
     found, at = [], 0
     for part, size, rank in zip(parts, sizes, ranks, strict=True):
-        hf_name = f"{parent}.{part}.weight" if parent else f"{part}.weight"
-        found.append(Placement(hf_name, slice(at, at + size), slice(rank * size, (rank + 1) * size), _ALL))
+        hf_name = f"{parent}.{part}.{parameter}" if parent else f"{part}.{parameter}"
+        rows = slice(rank * size, (rank + 1) * size)
+        found.append(Placement(hf_name, slice(at, at + size), rows, _ALL, parameter))
         at += size
     return found
 
@@ -97,8 +105,11 @@ def _vocab_name(model: nn.Module, name: str, layer: nn.Module) -> str:
     return "model.embed_tokens.weight" if tied else f"{name}.weight"
 
 
-def read_weight(layer: nn.Module) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first column, [rows, columns]) blocks of the weight that the layer computes with, exactly."""
+def read_parameter(layer: nn.Module, parameter: str) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first column, [rows, columns] or [rows]) blocks of what the layer computes with, exactly."""
+    if parameter == "bias":
+        yield 0, layer.bias.to(layer.params_dtype)  # vLLM widens the bias of a small bf16 layer to fp32
+        return
     packed = hasattr(layer, "cpu_linear") and isinstance(layer, LinearBase | ParallelLMHead)
     if not packed:
         yield 0, layer.weight

@@ -9,7 +9,7 @@ from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from megatron_ac2.engine.checksums import add, checksum
-from megatron_ac2.engine.placement import Placement, placements, read_weight
+from megatron_ac2.engine.placement import Placement, placements, read_parameter
 
 Sums = dict[tuple[str, str], int]  # (engine layer, Hugging Face name) -> checksum
 
@@ -67,9 +67,11 @@ def _compare(table: dict[str, tuple[nn.Module, list[Placement]]], sent: Sums, ti
     problems = []
     for layer_name, (layer, parts) in table.items():
         held = dict.fromkeys(range(len(parts)), 0)
-        for first_column, block in read_weight(layer):
-            for index, part in enumerate(parts):
-                held[index] = add(held[index], checksum(block[part.local_rows], first_column))
+        for parameter in dict.fromkeys(part.parameter for part in parts):
+            for first_column, block in read_parameter(layer, parameter):
+                for index, part in enumerate(parts):
+                    if part.parameter == parameter:
+                        held[index] = add(held[index], checksum(block[part.local_rows], first_column))
         for index, part in enumerate(parts):
             expected = sent.get((layer_name, part.hf_name))
             if expected is None:

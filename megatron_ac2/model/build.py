@@ -17,14 +17,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig, PretrainedConfig
 
 from megatron_ac2.config import ParallelConfig
+from megatron_ac2.model.families import family_of, refusals
 from megatron_ac2.model.hf_table import head_dim
 from megatron_ac2.model.hidden_head import HiddenModel
 from megatron_ac2.model.modules import torch_block_spec
+from megatron_ac2.model.rope import rope_arguments, rope_problems
 from megatron_ac2.model.value_head import ValueModel
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.types import UserError
 
-ARCHITECTURES = ("Qwen3ForCausalLM",)
 _VOCAB_MULTIPLE = 128  # the same padding for every usual tensor degree, so that checkpoints reshard
 
 _CPU_FIELDS: dict[str, Any] = {
@@ -41,7 +42,7 @@ _CPU_FIELDS: dict[str, Any] = {
 
 
 def load_hf_config(path: str | Path) -> PretrainedConfig:
-    """The folder's config.json. Raises `UserError` if there is none or the architecture is not supported."""
+    """The folder's config.json. Raises `UserError` if there is none or it asks for what no family implements."""
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"model.path: found {str(path)!r}, which is not a folder; give a local Hugging Face folder")
@@ -51,36 +52,13 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise UserError(f"{folder / 'config.json'}: cannot be read: {error}") from error
-    problems = _unsupported(hf_config)
+    try:
+        problems = refusals(family_of(hf_config), hf_config) + rope_problems(hf_config)
+    except UserError as error:
+        problems = error.problems
     if problems:
         raise UserError([f"{folder / 'config.json'}: {problem}" for problem in problems])
     return hf_config
-
-
-def _unsupported(hf_config: PretrainedConfig) -> list[str]:
-    found = list(getattr(hf_config, "architectures", None) or [])
-    if len(found) != 1 or found[0] not in ARCHITECTURES:
-        return [f"architectures: found {found}, accepted: {', '.join(ARCHITECTURES)}"]
-    problems = []
-    if hf_config.hidden_act != "silu":
-        problems.append(f"hidden_act: found {hf_config.hidden_act!r}, accepted: silu")
-    if hf_config.attention_bias:
-        problems.append("attention_bias: found true, accepted: false")
-    if getattr(hf_config, "use_sliding_window", False):
-        problems.append("use_sliding_window: found true, accepted: false")
-    rope_type = _rope(hf_config).get("rope_type", "default")
-    if rope_type != "default":
-        problems.append(f"rope_parameters.rope_type: found {rope_type!r}, accepted: default")
-    return problems
-
-
-def _rope(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """transformers 5 keeps rope settings in `rope_parameters`; before, theta stood beside `rope_scaling`."""
-    rope = dict(getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {})
-    rope.setdefault("rope_theta", getattr(hf_config, "rope_theta", None))
-    if rope["rope_theta"] is None:
-        raise UserError("config.json: rope_theta: found none, neither at the top nor in rope_parameters")
-    return rope
 
 
 def padded_vocab_size(hf_config: PretrainedConfig, tensor: int) -> int:
@@ -156,8 +134,7 @@ def _derived_fields(hf_config: PretrainedConfig, parallel: ParallelConfig, dtype
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "qk_layernorm": True,
+        **family_of(hf_config).megatron_fields,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
@@ -217,7 +194,7 @@ def build_model(
         "post_process": topology.is_last_stage,
         "share_embeddings_and_output_weights": bool(hf_config.tie_word_embeddings),
         "position_embedding_type": "rope",
-        "rotary_base": _rope(hf_config)["rope_theta"],
+        **rope_arguments(hf_config),
         "parallel_output": True,
         "pg_collection": topology.pg,
     }

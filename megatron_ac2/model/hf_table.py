@@ -1,56 +1,24 @@
-"""The one table of names and shapes, Megatron <-> Hugging Face Qwen3 (dense, tied or untied).
-
-A Megatron parameter is a fusion of one or more HF tensors. Each HF tensor is cut over tensor ranks into contiguous
-equal pieces along one dim, and the pieces of one rank fuse into that rank's Megatron parameter: cut first, fuse after.
-"""
+"""The one table of names and shapes, Megatron <-> Hugging Face (tied or untied): a family's rules, for one model."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 from transformers import PretrainedConfig
 
+from megatron_ac2.model.families import Cut, Rule, family_of
 from megatron_ac2.types import UserError
 
-Cut = Literal["whole", "rows", "columns", "vocab"]  # "vocab": rows, after zero rows were appended
 VALUE_HEAD = "value_head.weight"
 LM_HEAD = "lm_head.weight"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One Megatron parameter and the HF tensors fused in it."""
-
-    megatron: str
-    parts: tuple[str, ...]
-    cut: Cut
-    fusion: Literal["none", "qkv", "gate_up"] = "none"
-
-
 _MODEL_RULES = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab"),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "whole"),
     Rule("output_layer.weight", (LM_HEAD,), "vocab"),
-)
-_LAYER_RULES = (
-    Rule("input_layernorm.weight", ("input_layernorm.weight",), "whole"),
-    Rule(
-        "self_attention.linear_qkv.weight",
-        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        "rows",
-        "qkv",
-    ),
-    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), "whole"),
-    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), "whole"),
-    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), "columns"),
-    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), "whole"),
-    Rule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "rows", "gate_up"),
-    Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), "columns"),
 )
 # Transformer Engine fuses a norm into the linear layer after it.
 _ALIASES = {
@@ -69,11 +37,11 @@ class Table:
         self._head_dim = head_dim(hf_config)
         self._queries_per_group: int = hf_config.num_attention_heads // hf_config.num_key_value_heads
         self._model_rules = {rule.megatron: rule for rule in _MODEL_RULES}
-        self._layer_rules = {rule.megatron: rule for rule in _LAYER_RULES}
+        self._layer_rules = {rule.megatron: rule for rule in family_of(hf_config).layer_rules}
 
     def hf_names(self, with_lm_head: bool) -> list[str]:
         """Every tensor of the model's HF file: the trunk, and the LM head if asked for and not tied."""
-        parts = [part for rule in _LAYER_RULES for part in rule.parts]
+        parts = [part for rule in self._layer_rules.values() for part in rule.parts]
         layers = [f"model.layers.{layer}.{part}" for layer in range(self.num_layers) for part in parts]
         lm_head = [LM_HEAD] if with_lm_head and not self.tied else []
         return ["model.embed_tokens.weight", *layers, "model.norm.weight", *lm_head]
@@ -87,7 +55,7 @@ class Table:
         local = match.group(2) if match else megatron_name
         rule = (self._layer_rules if match else self._model_rules).get(_ALIASES.get(local, local))
         if rule is None:
-            raise UserError(f"{megatron_name}: this Megatron parameter is not in the table of model/hf_table.py")
+            raise UserError(f"{megatron_name}: this Megatron parameter is not in the tables of model/families.py")
         if match:
             layer = int(match.group(1)) + first_layer
             return replace(rule, parts=tuple(f"model.layers.{layer}.{part}" for part in rule.parts))
@@ -101,9 +69,9 @@ class Table:
             return pieces[0]
         if rule.fusion == "gate_up":
             return torch.cat(list(pieces))
-        width = pieces[0].shape[1]
+        width = pieces[0].shape[1:]  # none for a bias
         groups = pieces[1].shape[0] // self._head_dim
-        return torch.cat([piece.reshape(groups, -1, width) for piece in pieces], dim=1).reshape(-1, width)
+        return torch.cat([piece.reshape(groups, -1, *width) for piece in pieces], dim=1).reshape(-1, *width)
 
     def unfuse(self, rule: Rule, parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The inverse of `fuse`. Megatron lays qkv out by group: its queries, its key, its value."""
@@ -111,10 +79,10 @@ class Table:
             return (parameter,)
         if rule.fusion == "gate_up":
             return tuple(parameter.chunk(2))
-        width, queries, head = parameter.shape[1], self._queries_per_group, self._head_dim
-        grouped = parameter.reshape(-1, (queries + 2) * head, width)
+        width, queries, head = parameter.shape[1:], self._queries_per_group, self._head_dim
+        grouped = parameter.reshape(-1, (queries + 2) * head, *width)
         pieces = grouped.split([queries * head, head, head], dim=1)
-        return tuple(piece.reshape(-1, width) for piece in pieces)
+        return tuple(piece.reshape(-1, *width) for piece in pieces)
 
     def full_shape(self, cut: Cut, piece: Sequence[int], tensor: int) -> tuple[int, ...]:
         """The HF tensor's shape, from the shape of one of its `tensor` pieces."""

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from transformers import PretrainedConfig
 
+from megatron_ac2.model.families import Cut, Rule
 from megatron_ac2.model.hf_files import VALUE_HEAD_FILE, HfFolderWriter, HfReader, copy_tokenizer
-from megatron_ac2.model.hf_table import LM_HEAD, VALUE_HEAD, Cut, Rule, Table, cut_dim
+from megatron_ac2.model.hf_table import LM_HEAD, VALUE_HEAD, Table, cut_dim
 from megatron_ac2.model.value_head import HEAD_OUTPUTS, ValueModel
 from megatron_ac2.parallel.collectives import broadcast_object, gather_objects
 from megatron_ac2.parallel.topology import Topology

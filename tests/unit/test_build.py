@@ -7,26 +7,47 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_ac2.config import ParallelConfig
 from megatron_ac2.model import build
 from megatron_ac2.model.build import check_layout, load_hf_config, padded_vocab_size, transformer_config
+from megatron_ac2.model.families import FAMILIES
 from megatron_ac2.model.hf_table import Table
+from megatron_ac2.model.rope import rope_arguments
 from megatron_ac2.parallel.topology import check_world, init_topology
 from megatron_ac2.types import UserError
 
+SIZES = dict(
+    vocab_size=250, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
+    num_key_value_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+)  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
 
 def qwen3(**changes) -> Qwen3Config:
-    sizes = dict(vocab_size=250, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4)
-    rope = {"rope_type": "default", "rope_theta": 500.0}
-    fixed = dict(num_key_value_heads=2, head_dim=32, rope_parameters=rope, architectures=["Qwen3ForCausalLM"])
-    return Qwen3Config(**{**sizes, **fixed, **changes})
+    return Qwen3Config(**{**SIZES, "head_dim": 32, "architectures": ["Qwen3ForCausalLM"], **changes})
 
 
-def write_config(folder: Path, **changes) -> Path:
+def qwen2(**changes) -> Qwen2Config:
+    return Qwen2Config(**{**SIZES, "architectures": ["Qwen2ForCausalLM"], **changes})
+
+
+def llama(**changes) -> LlamaConfig:
+    return LlamaConfig(**{**SIZES, "architectures": ["LlamaForCausalLM"], **changes})
+
+
+MAKERS = {"Qwen3ForCausalLM": qwen3, "Qwen2ForCausalLM": qwen2, "LlamaForCausalLM": llama}
+
+
+def write_config(folder: Path, family: str = "Qwen3ForCausalLM", **changes) -> Path:
     folder.mkdir(exist_ok=True)
-    fields = json.loads(qwen3().to_json_string(use_diff=False)) | changes
+    fields = json.loads(MAKERS[family]().to_json_string(use_diff=False)) | changes
     (folder / "config.json").write_text(json.dumps(fields))
     return folder
 
@@ -111,7 +132,7 @@ def test_init_topology_fails_before_it_joins(monkeypatch: pytest.MonkeyPatch):
 
 def test_load_hf_config(tmp_path: Path):
     config = load_hf_config(write_config(tmp_path / "good"))
-    assert config.num_hidden_layers == 6 and build._rope(config)["rope_theta"] == 500.0
+    assert config.num_hidden_layers == 6 and rope_arguments(config)["rotary_base"] == 500.0
 
 
 def test_rope_theta_where_transformers_4_wrote_it(tmp_path: Path):
@@ -119,7 +140,7 @@ def test_rope_theta_where_transformers_4_wrote_it(tmp_path: Path):
     fields = json.loads((folder / "config.json").read_text())
     del fields["rope_parameters"]
     (folder / "config.json").write_text(json.dumps(fields))
-    assert build._rope(load_hf_config(folder))["rope_theta"] == 123.0
+    assert rope_arguments(load_hf_config(folder))["rotary_base"] == 123.0
 
 
 def test_folder_mistakes(tmp_path: Path):
@@ -133,17 +154,69 @@ def test_folder_mistakes(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("family", "changes", "words"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "architectures: found"),
-        ({"hidden_act": "gelu"}, "hidden_act: found 'gelu'"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}}, "rope_type: found 'yarn'"),
+        ("Qwen3", {"architectures": ["MistralForCausalLM"]}, "architectures: found.*one of Qwen3ForCausalLM, Qwen2"),
+        ("Qwen3", {"architectures": ["LlamaForCausalLM"]}, "model_type: found 'qwen3' with architecture Llama"),
+        ("Qwen3", {"hidden_act": "gelu"}, "hidden_act: found 'gelu'"),
+        ("Qwen3", {"attention_bias": True}, "attention_bias: found True, accepted for Qwen3ForCausalLM: False"),
+        ("Qwen2", {"use_sliding_window": True}, "use_sliding_window: found True"),
+        ("Llama", {"attention_bias": True}, "attention_bias: found True, accepted for LlamaForCausalLM: False"),
+        ("Llama", {"mlp_bias": True}, "mlp_bias: found True"),
+        ("Llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config: found"),
+        *[
+            ("Llama", {"rope_parameters": {"rope_type": kind, "rope_theta": 5e5, "factor": 4.0}}, f"found '{kind}'")
+            for kind in ("linear", "dynamic", "yarn")
+        ],
     ],
 )
-def test_models_that_are_not_supported(tmp_path: Path, changes: dict, words: str):
+def test_models_that_are_not_supported(tmp_path: Path, family: str, changes: dict, words: str):
     with pytest.raises(UserError, match=words):
-        load_hf_config(write_config(tmp_path / "model", **changes))
+        load_hf_config(write_config(tmp_path / "model", f"{family}ForCausalLM", **changes))
+
+
+def test_what_transformers_4_called_type_is_refused_as_well(tmp_path: Path):
+    folder = write_config(tmp_path / "old", "LlamaForCausalLM", rope_theta=1e4)
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(fields | {"rope_scaling": {"type": "linear", "factor": 2.0}}))
+    with pytest.raises(UserError, match="rope_type: found 'linear', accepted: default, llama3"):
+        load_hf_config(folder)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3_frequencies_are_those_of_transformers(tmp_path: Path, factor: float):
+    rope = LLAMA3_ROPE | {"factor": factor}
+    config = load_hf_config(write_config(tmp_path / "llama", "LlamaForCausalLM", rope_parameters=rope, head_dim=128))
+    arguments = rope_arguments(config)
+    assert arguments == {"rotary_base": 5e5, "rope_scaling": True, "rope_scaling_factor": factor}
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    unscaled = 5e5 ** -(torch.arange(0, 128, 2) / 128)
+    ratio = unscaled / expected
+    assert ratio.min() < 1.001 and ratio.max() > factor - 1e-3 and ((ratio > 1.01) & (ratio < factor - 0.1)).any()
+    found = RotaryEmbedding(128, 1.0, **arguments, use_cpu_initialization=True, cp_group=object()).inv_freq
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("low_freq_factor", 2.0), ("high_freq_factor", 8.0), ("original_max_position_embeddings", 4096), ("factor", 0.5)],
+)
+def test_llama3_constants_that_megatron_cannot_take(tmp_path: Path, name: str, value: float):
+    rope = LLAMA3_ROPE | {name: value}
+    with pytest.raises(UserError) as caught:
+        load_hf_config(write_config(tmp_path / "llama", "LlamaForCausalLM", rope_parameters=rope))
+    (problem,) = caught.value.problems
+    assert f"rope_parameters.{name}: found {value}" in problem and "accepted" in problem
+
+
+@pytest.mark.parametrize(
+    ("maker", "qk_norm", "qkv_bias"), [(qwen3, True, False), (qwen2, False, True), (llama, False, False)]
+)
+def test_megatron_config_of_each_family(maker, qk_norm: bool, qkv_bias: bool):
+    config = transformer_config(maker(), ParallelConfig(), torch.float32)
+    assert (config.qk_layernorm, config.add_qkv_bias, config.add_bias_linear) == (qk_norm, qkv_bias, False)
+    assert config.kv_channels == (32 if maker is qwen3 else 16)
 
 
 def test_qkv_is_laid_out_by_group():
@@ -157,20 +230,35 @@ def test_qkv_is_laid_out_by_group():
     assert [piece[:, 0].tolist() for piece in table.unfuse(rule, fused)] == [[10, 11, 12, 13], [20, 21], [30, 31]]
 
 
-def test_table_covers_the_model_and_nothing_else():
-    from transformers import Qwen3ForCausalLM
+def test_a_bias_is_laid_out_like_its_weight():
+    """9 heads in 3 groups of 3 queries, as SmolLM2's; then cut over 3 ranks: rank 1 holds group 1."""
+    table = Table(qwen2(num_attention_heads=9, num_key_value_heads=3, hidden_size=9))
+    rule = table.rule("decoder.layers.1.self_attention.linear_qkv.bias", first_layer=0)
+    assert rule.cut == "rows" and rule.parts[2] == "model.layers.1.self_attn.v_proj.bias"
+    query, key, value = torch.arange(9), torch.arange(20, 23), torch.arange(30, 33)
+    fused = table.fuse(rule, (query, key, value))
+    assert fused.tolist() == [0, 1, 2, 20, 30, 3, 4, 5, 21, 31, 6, 7, 8, 22, 32]
+    assert [piece.tolist() for piece in table.unfuse(rule, fused)] == [piece.tolist() for piece in (query, key, value)]
+    assert table.fuse(rule, (query[3:6], key[1:2], value[1:2])).tolist() == [3, 4, 5, 21, 31]
+    assert table.full_shape(rule.cut, (3,), 3) == (9,)
 
-    for tied in (False, True):
-        config = qwen3(tie_word_embeddings=tied)
-        with torch.device("meta"):
-            names = {name for name, _ in Qwen3ForCausalLM(config).named_parameters()}  # a tied head appears once
-        assert set(Table(config).hf_names(with_lm_head=True)) == names
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_table_covers_the_model_and_nothing_else(family: str, tied: bool):
+    config: PretrainedConfig = MAKERS[family](tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert type(model).__name__ == family
+    names = {name for name, _ in model.named_parameters()}  # a tied head appears once
+    assert set(Table(config).hf_names(with_lm_head=True)) == names
 
 
 def test_transformer_engine_names_are_known_and_others_refused():
     table = Table(qwen3())
     fused_norm = table.rule("decoder.layers.1.mlp.linear_fc1.layer_norm_weight", first_layer=0)
     assert fused_norm.parts == ("model.layers.1.post_attention_layernorm.weight",)
-    for name in ("decoder.layers.1.mlp.linear_fc9.weight", "decoder.something.weight"):
+    bias = "decoder.layers.1.self_attention.linear_qkv.bias"  # Qwen3 has none
+    for name in ("decoder.layers.1.mlp.linear_fc9.weight", "decoder.something.weight", bias):
         with pytest.raises(UserError, match=name):
             table.rule(name, first_layer=0)
