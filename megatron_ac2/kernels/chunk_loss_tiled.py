@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_ac2.kernels.vocab_shards import NO_COLUMNS, NUM_STATISTICS, accumulator_of
 
-_BLOCK_ROWS = {"cpu": 1024, "cuda": 16384}  # of the vocabulary, at once
+_BLOCK_ROWS = {"cpu": 2048, "cuda": 16384}  # of the vocabulary, at once
 _SAMPLE = 256  # logits a row that the reference c is taken from
 _MAX_MASS = 1e15  # of sum e^y: beyond, c was a poor guess and the tile is computed again
 

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from megatron_ac2.kernels.chunk_loss_tiled import merge_repeated
+from megatron_ac2.kernels.chunk_loss_triton_kernels import INTERPRETED, entropy_kernel, logits_kernel, pick_kernel
 from megatron_ac2.kernels.vocab_shards import NO_COLUMNS, NUM_STATISTICS, merged
 
-INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when this module was imported: CPU tensors, for tests
 _SAMPLE = 256  # logits a row that the reference c is taken from
 _MAX_EXCESS = 34.0  # of the maximum over c, in nats: beyond, c was a poor guess
 _ALIGN = 64  # elements between rows of the tile: cuBLAS wants them aligned, whatever the vocabulary
@@ -41,100 +40,18 @@ class Blocks:
     group: int = 16  # blocks of tokens that share a block of the vocabulary while it is in the cache
 
 
+HOPPER = Blocks(128, 256, 64, 8, 3)  # 144 KiB of shared memory: Blackwell's data centre chips have it too
+SMALLER = Blocks(128, 128, 32, 8, 3)
+FULL_PRECISION = Blocks(64, 128, 32, 8, 2)  # no tensor cores
+INTERPRETER = Blocks(16, 16, 16, 1, 1, 2)
+
+
 def blocks_for(weight: Tensor) -> Blocks:
-    """For the tensor's device and type. 114 KiB of shared memory or more a program only where the chip has it."""
     if not weight.is_cuda:
-        return Blocks(16, 16, 16, 1, 1, 2)
+        return INTERPRETER
     if weight.dtype == torch.float32:
-        return Blocks(64, 128, 32, 8, 2)
-    major, _ = torch.cuda.get_device_capability(weight.device)
-    return Blocks(128, 256, 64, 8, 3) if major in (9, 10) else Blocks(128, 128, 32, 8, 3)
-
-
-@triton.jit
-def _logits_kernel(
-    hidden, weight, reference, tile, partial, num_rows, columns, width, hidden_stride, weight_stride, tile_stride,
-    scale, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
-    EVEN_H: tl.constexpr, STORE: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Of one block: maximum m, sum e^(z - m), sum e^(z - m) (z - m) of each row -> partial [3, vocabulary blocks, n];
-    with STORE, e^(z - reference) -> tile [n, tile_stride]."""
-    row_blocks = tl.cdiv(num_rows, BLOCK_T)
-    column_blocks = tl.cdiv(columns, BLOCK_V)
-    program = tl.program_id(0)
-    first = program // (GROUP * column_blocks) * GROUP
-    group = tl.minimum(row_blocks - first, GROUP)
-    within = program % (GROUP * column_blocks)
-    column_block = within // group
-    rows = (first + within % group) * BLOCK_T + tl.arange(0, BLOCK_T)
-    cols = column_block * BLOCK_V + tl.arange(0, BLOCK_V)
-    depth = tl.arange(0, BLOCK_H)
-    # Blocks that overhang read the last row again; what comes of it is masked below.
-    left = hidden + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * hidden_stride + depth[None, :]
-    right = weight + tl.minimum(cols, columns - 1).to(tl.int64)[:, None] * weight_stride + depth[None, :]
-    logits = tl.zeros((BLOCK_T, BLOCK_V), dtype=tl.float32)
-    for start in range(0, width, BLOCK_H):
-        if EVEN_H:
-            x = tl.load(left)
-            y = tl.load(right)
-        else:
-            x = tl.load(left, mask=depth[None, :] < width - start, other=0.0)
-            y = tl.load(right, mask=depth[None, :] < width - start, other=0.0)
-        if WIDEN:  # The interpreter multiplies the bit patterns of bf16.
-            x = x.to(tl.float32)
-            y = y.to(tl.float32)
-        logits = tl.dot(x, tl.trans(y), logits, input_precision="ieee")
-        left += BLOCK_H
-        right += BLOCK_H
-    own_rows = rows < num_rows
-    own_cols = cols < columns
-    logits = tl.where(own_cols[None, :], logits * scale, float("-inf"))
-    maximum = tl.max(logits, 1)
-    logits -= maximum[:, None]
-    weights = tl.exp(logits)
-    place = partial + column_block * num_rows + rows
-    tl.store(place, maximum, mask=own_rows)
-    tl.store(place + column_blocks * num_rows, tl.sum(weights, 1), mask=own_rows)
-    products = tl.where(own_cols[None, :], weights * logits, 0.0)
-    tl.store(place + 2 * column_blocks * num_rows, tl.sum(products, 1), mask=own_rows)
-    if STORE:
-        shift = tl.exp(maximum - tl.load(reference + rows, mask=own_rows, other=0.0))
-        where = tile + rows.to(tl.int64)[:, None] * tile_stride + cols[None, :]
-        entries = (weights * shift[:, None]).to(tile.dtype.element_ty)
-        tl.store(where, entries, mask=own_rows[:, None] & own_cols[None, :])
-
-
-@triton.jit
-def _pick_kernel(
-    hidden, weight, ids, picked, num_ids, columns, width, hidden_stride, weight_stride, scale, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The scaled logits of ids [n, K], 0 for those elsewhere: fp32 products and sums."""
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.load(ids + place)
-    left = hidden + place // num_ids * hidden_stride
-    right = weight + tl.minimum(row, columns - 1) * weight_stride
-    depth = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, width, BLOCK):
-        mask = depth < width - start
-        x = tl.load(left + start + depth, mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(right + start + depth, mask=mask, other=0.0).to(tl.float32)
-        total += x * y
-    logit = tl.sum(total, 0) * scale
-    tl.store(picked + place, tl.where(row < columns, logit, 0.0))
-
-
-@triton.jit
-def _entropy_kernel(tile, constants, slopes, columns, tile_stride, BLOCK: tl.constexpr):
-    """w -> w (constant + slope log w), in place: constant and slope are the row's."""
-    row = tl.program_id(0)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < columns
-    place = tile + row.to(tl.int64) * tile_stride + cols
-    weights = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    logs = tl.log(tl.where(weights > 0, weights, 1.0))
-    found = weights * (tl.load(constants + row) + tl.load(slopes + row) * logs)
-    tl.store(place, found.to(tile.dtype.element_ty), mask=mask)
+        return FULL_PRECISION
+    return HOPPER if torch.cuda.get_device_capability(weight.device)[0] in (9, 10) else SMALLER
 
 
 class TritonTile:
@@ -229,7 +146,7 @@ class TritonTile:
         partial = torch.empty(NUM_STATISTICS, column_blocks, num_rows, device=hidden.device)
         tile = partial if reference is None else self._buffer
         with torch.cuda.device_of(hidden):
-            _logits_kernel[(triton.cdiv(num_rows, blocks.tokens) * column_blocks,)](
+            logits_kernel[(triton.cdiv(num_rows, blocks.tokens) * column_blocks,)](
                 hidden, self.weight, partial if reference is None else reference, tile, partial, num_rows,
                 self.columns, width, hidden.stride(0), self.weight.stride(0), self._stride, 1 / self.temperature,
                 BLOCK_T=blocks.tokens, BLOCK_V=blocks.vocab, BLOCK_H=blocks.hidden, GROUP=blocks.group,
@@ -241,7 +158,7 @@ class TritonTile:
     def _pick(self, hidden: Tensor, ids: Tensor) -> Tensor:
         picked = torch.empty(ids.shape, device=hidden.device)
         with torch.cuda.device_of(hidden):
-            _pick_kernel[(ids.numel(),)](
+            pick_kernel[(ids.numel(),)](
                 hidden, self.weight, ids.contiguous(), picked, ids.shape[1], self.columns, hidden.shape[1],
                 hidden.stride(0), self.weight.stride(0), 1 / self.temperature, BLOCK=1024, num_warps=4,
             )  # fmt: skip
@@ -249,7 +166,7 @@ class TritonTile:
 
     def _add_entropy(self, tile: Tensor, constants: Tensor, slopes: Tensor) -> None:
         with torch.cuda.device_of(tile):
-            _entropy_kernel[(len(tile), triton.cdiv(self.columns, _ELEMENTS))](
+            entropy_kernel[(len(tile), triton.cdiv(self.columns, _ELEMENTS))](
                 tile, constants.contiguous(), slopes.contiguous(), self.columns, self._stride, BLOCK=_ELEMENTS,
                 num_warps=8,
             )  # fmt: skip
