@@ -128,7 +128,8 @@ class _Walk:
         ids = (ids if rows is None else ids[rows]) - first
         self.ids = ids.masked_fill_((ids < 0) | (ids >= self.columns), self.columns)
         tile_bytes = default_tile_bytes(hidden.device) if tile_bytes is None else tile_bytes
-        self.parts = _parts(len(ids), tile_rows(self.columns, hidden.dtype, tile_bytes))
+        # Of the shard with its padding, which is the same on every tensor rank: so are the tiles and their messages.
+        self.parts = _parts(len(ids), tile_rows(len(head.weight), hidden.dtype, tile_bytes))
 
     def tile(self, gradients: bool, keep_logits: bool = False) -> Tile:
         num_rows = self.parts[0].stop if self.parts else 0

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megatron_ac2.algorithm.importance import KINDS
 from megatron_ac2.algorithm.objective import LOSSES, PolicyObjective, PolicyTokens, objective_problems, policy_loss
-from megatron_ac2.kernels import chunk_loss as op
 from megatron_ac2.kernels import chunk_loss_tiled as tiled
 from megatron_ac2.kernels.chunk_loss import Head, chunk_loss, chunk_scores
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs, restricted_logprobs
@@ -31,7 +30,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(tiled, "_BLOCK_ROWS", {"cpu": 16, "cuda": 16})
 
 
-def rows_of_bytes(rows: int, dtype: torch.dtype, columns: int = VOCAB) -> int:
+def rows_of_bytes(rows: int, dtype: torch.dtype, columns: int = V) -> int:
     return rows * (columns + 1) * dtype.itemsize
 
 
@@ -435,35 +434,34 @@ def test_shards_combine_to_the_whole_with_one_message_a_tile(monkeypatch, tp, to
     labels, top_ids = labels % vocab_size, top_ids % vocab_size
     evaluate, rows = weighted(coefficients()), torch.arange(3, T)
 
-    def run(head_weight, group, columns):
+    size = {"tile_bytes": rows_of_bytes(13, torch.float64, V // tp)}
+
+    def run(head_weight, group):
         leaf, matrix = hidden.clone().requires_grad_(), head_weight.clone().requires_grad_()
-        # A rank with less of the vocabulary would take larger tiles: the same ones here, for the messages to match.
-        monkeypatch.setattr(op, "tile_rows", lambda *_: 13)
         found = chunk_loss(
             leaf, Head(matrix, vocab_size, 0.8, group), labels, evaluate, top_ids=top_ids, rows=rows,
-            token_local=token_local, entropy_gradient=True,
+            token_local=token_local, entropy_gradient=True, **size,
         )  # fmt: skip
         found.loss.backward()
         return found, leaf.grad, matrix.grad
 
-    whole = run(weight, None, V)
+    whole = run(weight, None)
     shards, sent = weight.chunk(tp), []
     for rank in range(tp):
         own = []
         monkeypatch.setattr(dist, "all_reduce", lambda numbers, group, own=own: own.append(numbers.clone()))
         with torch.no_grad():
-            chunk_scores(
-                hidden, Head(shards[rank], vocab_size, 0.8, Group(rank, tp)), labels, top_ids=top_ids, rows=rows
-            )
+            head = Head(shards[rank], vocab_size, 0.8, Group(rank, tp))
+            chunk_scores(hidden, head, labels, top_ids=top_ids, rows=rows, **size)
         sent.append(own)
-    assert [len(numbers) for numbers in sent[0]] == [13, 13, 13, 11]
+    assert all([len(numbers) for numbers in own] == [13, 13, 13, 11] for own in sent)  # padding or not
     assert all(numbers.shape[1] == 1 + K + 3 * tp for own in sent for numbers in own)  # as the module's docstring says
     totals = [torch.stack(numbers).sum(0) for numbers in zip(*sent, strict=True)]
     parts = []
     for rank in range(tp):
         waiting = list(totals)
         monkeypatch.setattr(dist, "all_reduce", lambda numbers, group, w=waiting: numbers.copy_(w.pop(0)))
-        found, to_hidden, to_weight = run(shards[rank], Group(rank, tp), V // tp)
+        found, to_hidden, to_weight = run(shards[rank], Group(rank, tp))
         assert not waiting  # one message a tile: none in a second walk, none in backward
         parts.append(to_hidden)
         torch.testing.assert_close(found.loss, whole[0].loss, rtol=1e-12, atol=1e-12)
