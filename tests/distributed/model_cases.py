@@ -1,39 +1,50 @@
-"""One torchrun launch, many layouts: forward against transformers, value head against one process, weights in and out.
+"""One torchrun launch, many models and layouts: forward and backward against transformers, value head against one
+process, weights in and out.
 
-usage: torchrun ... model_cases.py REFERENCE.pt UNTIED_DIR TIED_DIR SCRATCH_DIR
+usage: torchrun ... model_cases.py REFERENCE.pt SCRATCH_DIR MODEL_DIR ...
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import load_file
 
 from megatron_ac2.config import ParallelConfig
-from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
+from megatron_ac2.model.build import build_model, check_layout, load_hf_config, padded_vocab_size, wrap_ddp
 from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights, save_hf, unwrap
 from megatron_ac2.parallel.collectives import all_ranks_agree, broadcast_object, gather_objects, reduce_scalars
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
 from megatron_ac2.types import UserError
 
 LAYOUTS = {
+    1: [(1, 1, False)],
     2: [(2, 1, False), (1, 2, False), (2, 1, True)],
     4: [(2, 2, False), (1, 4, False), (2, 2, True), (2, 1, True)],
 }
 
 
-def forward_packed(model: torch.nn.Module, microbatches: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Last-stage outputs [T, ...] of each packed microbatch; empty on the other stages."""
+def run_packed(
+    model: torch.nn.Module,
+    microbatches: list[list[torch.Tensor]],
+    cotangents: list[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """Last-stage outputs [T, ...] of each packed microbatch; empty on the other stages.
+
+    With `cotangents`, of the outputs' shapes, also the gradient of the mean over microbatches of their dot products.
+    """
     outputs: list[torch.Tensor] = []
 
     def step(batches, stage):
-        sequences = next(batches)
+        sequences, cotangent = next(batches)
         lengths = torch.tensor([0] + [len(ids) for ids in sequences])
         bounds = lengths.cumsum(0).to(torch.int32)
         longest = int(lengths.max())
@@ -45,20 +56,21 @@ def forward_packed(model: torch.nn.Module, microbatches: list[list[torch.Tensor]
         output = stage(ids, positions, None, packed_seq_params=packed)
 
         def collect(result):
-            outputs.append(result[0].clone())
-            return result.sum() * 0, torch.tensor(1), {}
+            outputs.append(result[0].detach().clone())
+            loss = result.sum() * 0 if cotangent is None else (result[0] * cotangent).sum()
+            return loss, torch.tensor(1), {}
 
         return output, collect
 
-    with torch.no_grad():
+    with nullcontext() if cotangents else torch.no_grad():
         get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(microbatches),
+            data_iterator=zip(microbatches, cotangents or [None] * len(microbatches), strict=True),
             model=model,
             num_microbatches=len(microbatches),
             seq_length=1,
             micro_batch_size=1,
-            forward_only=True,
+            forward_only=cotangents is None,
         )
     return outputs
 
@@ -70,13 +82,35 @@ def full_logits(local: torch.Tensor, topology: Topology, vocab: int) -> torch.Te
 
 
 def check_forward(model, reference, topology, key, vocab) -> None:
-    outputs = forward_packed(model, reference["microbatches"])
+    outputs = run_packed(model, reference["microbatches"])
     assert len(outputs) == (len(reference["microbatches"]) if topology.is_last_stage else 0)
     for output, expected in zip(outputs, reference[key], strict=False):
         found = output[:, 0] if key == "values" else full_logits(output, topology, vocab)
         assert found.shape == expected.shape
         difference = (found - expected).abs().max().item()
         assert difference <= 1e-5, f"{key} differ by {difference}"
+
+
+def check_gradients(model, hf_config, reference, topology) -> None:
+    """Gradients leave the model as its weights do: through the table of names, under their Hugging Face names."""
+    padded = padded_vocab_size(hf_config, topology.tensor)
+    width = padded // topology.tensor
+    columns = slice(topology.tensor_rank * width, (topology.tensor_rank + 1) * width)
+    cotangents = [F.pad(c, (0, padded - c.shape[1]))[:, columns] for c in reference["cotangents"]]
+    model.zero_grad_buffer()
+    run_packed(model, reference["microbatches"], cotangents)
+    weights = {parameter: parameter.detach().clone() for parameter in model.parameters()}
+    with torch.no_grad():
+        for parameter in weights:
+            parameter.copy_(parameter.main_grad)
+        found = {name: tensor.clone() for name, tensor in export_hf_weights(model, hf_config, topology)}
+        for parameter, weight in weights.items():
+            parameter.copy_(weight)
+    assert found.keys() == reference["gradients"].keys()
+    for name, expected in reference["gradients"].items():
+        assert expected.abs().max() > 0, name
+        difference, largest = (found[name] - expected).abs().max().item(), expected.abs().max().item()
+        assert difference <= 1e-5 * largest, f"{name}: gradients differ by {difference}, the largest is {largest}"
 
 
 def check_export(model, hf_config, topology, folder: Path) -> None:
@@ -140,42 +174,55 @@ def check_collectives(topology: Topology) -> None:
         assert size == 4 and str(error).startswith("streak: ranks [2, 3]"), error
 
 
-def run_layout(layout: tuple[int, int, bool], reference, folder: Path, scratch: Path, refusals: bool) -> None:
+def run_layout(layout: tuple[int, int, bool], reference, folder: Path, scratch: Path) -> None:
     parallel = ParallelConfig(*layout)
     topology = init_topology(parallel, seed=0, timeout_minutes=2)
     hf_config = load_hf_config(folder)
     reference = reference[folder.name]
-    model = wrap_ddp(build_model(hf_config, topology, parallel, torch.float32), distributed_optimizer=True)
+    model = wrap_ddp(build_model(hf_config, topology, parallel, torch.float32), distributed_optimizer=False)
     load_hf_weights(model, hf_config, topology, folder)
     check_forward(model, reference, topology, "logits", hf_config.vocab_size)
+    check_gradients(model, hf_config, reference, topology)
     check_export(model, hf_config, topology, folder)
     check_save(unwrap(model), hf_config, topology, parallel, folder, scratch, "lm")
     critic = build_model(hf_config, topology, parallel, torch.float32, head="value", seed=5)
     load_hf_weights(critic, hf_config, topology, folder)
     check_forward(critic, reference, topology, "values", hf_config.vocab_size)
     saved = check_save(critic, hf_config, topology, parallel, folder, scratch, "value")
-    if refusals:
-        two_hot = build_model(hf_config, topology, parallel, torch.float32, "value", seed=5, value_outputs=11)
-        load_hf_weights(two_hot, hf_config, topology, folder)
-        check_save(two_hot, hf_config, topology, parallel, folder, scratch, "value", 11)
-        check_refusal(
-            two_hot, hf_config, topology, saved,
-            "critic.head", "shape (1, 64) (bce or mse)", "accepted: shape (11, 64) (two_hot)",
-        )  # fmt: skip
+    if folder.name == "untied":
+        check_two_hot(hf_config, topology, parallel, folder, scratch, saved)
         odd_names, odd_shape = scratch / "odd_names", scratch / "odd_shape"
         check_refusal(model, hf_config, topology, odd_names, "model.norm.weight: missing", "surprise.weight: found")
         check_failed_save(model, hf_config, topology, folder, scratch)
-        check_collectives(topology)
+        if topology.world_size > 1:
+            check_collectives(topology)
         check_refusal(model, hf_config, topology, odd_shape, "model.layers.3.self_attn.k_proj.weight: found shape")
+    if folder.name == "qwen2_untied":
+        check_refusal(
+            model, hf_config, topology, scratch / "odd_biases",
+            "model.layers.1.self_attn.q_proj.bias: missing", "model.layers.0.self_attn.o_proj.bias: found",
+        )  # fmt: skip
+
+
+def check_two_hot(hf_config, topology, parallel, folder: Path, scratch: Path, one_output: Path) -> None:
+    two_hot = build_model(hf_config, topology, parallel, torch.float32, "value", seed=5, value_outputs=11)
+    load_hf_weights(two_hot, hf_config, topology, folder)
+    check_save(two_hot, hf_config, topology, parallel, folder, scratch, "value", 11)
+    check_refusal(
+        two_hot, hf_config, topology, one_output,
+        "critic.head", "shape (1, 64) (bce or mse)", "accepted: shape (11, 64) (two_hot)",
+    )  # fmt: skip
 
 
 def main() -> None:
-    reference_file, untied, tied, scratch = map(Path, sys.argv[1:])
+    reference_file, scratch, *folders = map(Path, sys.argv[1:])
     reference = torch.load(reference_file)
     world_size = int(os.environ["WORLD_SIZE"])
     for layout in LAYOUTS[world_size]:
-        for folder in (untied, tied):
-            run_layout(layout, reference, folder, scratch, refusals=folder == untied)
+        for folder in folders:
+            if check_layout(load_hf_config(folder), ParallelConfig(*layout)):
+                continue
+            run_layout(layout, reference, folder, scratch)
             if dist.get_rank() == 0:
                 print("passed", folder.name, layout, flush=True)
     shutdown()

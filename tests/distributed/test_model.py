@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
+from tests.distributed import tiny_families
 from tests.distributed.launch import torchrun
 
 CASES = Path(__file__).with_name("model_cases.py")
@@ -21,24 +23,41 @@ LENGTHS = [
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, tiny_untied: Path, tiny_tied: Path) -> Path:
-    """Logits from transformers and values from a hand-made head, one sequence at a time, nothing packed."""
+def folders(tmp_path_factory: pytest.TempPathFactory, tiny_untied: Path, tiny_tied: Path) -> list[Path]:
+    """One model of each family and kind; Qwen3's have 4 layers, the others 2."""
+    scratch = tmp_path_factory.mktemp("families")
+    others = [tiny_families.write(name, scratch / name) for name in tiny_families.configs()]
+    return [tiny_untied, tiny_tied, *others]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, folders: list[Path]) -> Path:
+    """What transformers says, one sequence at a time, nothing packed; values come from a hand-made head."""
     rng = np.random.default_rng(3)
     microbatches = [[torch.from_numpy(rng.integers(0, 250, n)) for n in lengths] for lengths in LENGTHS]
-    head = torch.randn(1, 64, generator=torch.Generator().manual_seed(5)) / 64
-    answers = {}
-    for folder in (tiny_untied, tiny_tied):
-        model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        logits, values = [], []
-        with torch.no_grad():
-            for sequences in microbatches:
-                logits.append(torch.cat([model(ids[None]).logits[0] for ids in sequences]))
-                hidden = torch.cat([model.model(ids[None]).last_hidden_state[0] for ids in sequences])
-                values.append((hidden @ head.T)[:, 0])
-        answers[folder.name] = {"microbatches": microbatches, "logits": logits, "values": values}
     file = tmp_path_factory.mktemp("reference") / "reference.pt"
-    torch.save(answers, file)
+    torch.save({folder.name: answers(folder, microbatches) for folder in folders}, file)
     return file
+
+
+def answers(folder: Path, microbatches: list[list[torch.Tensor]]) -> dict[str, Any]:
+    """Logits, values, and the gradient of the mean over microbatches of <logits, cotangents>."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    head = torch.randn(1, model.config.hidden_size, generator=generator) / model.config.hidden_size
+    logits = [torch.cat([model(ids[None]).logits[0] for ids in sequences]) for sequences in microbatches]
+    cotangents = [torch.randn(piece.shape, generator=generator) for piece in logits]
+    sum((piece * weights).sum() for piece, weights in zip(logits, cotangents, strict=True)).backward()
+    with torch.no_grad():
+        hidden = [torch.cat([model.model(ids[None]).last_hidden_state[0] for ids in ids_of]) for ids_of in microbatches]
+    gradients = {name: parameter.grad / len(microbatches) for name, parameter in model.named_parameters()}
+    return {
+        "microbatches": microbatches,
+        "logits": [piece.detach() for piece in logits],
+        "values": [(piece @ head.T)[:, 0] for piece in hidden],
+        "cotangents": cotangents,
+        "gradients": gradients,
+    }
 
 
 def make_odd_folders(source: Path, scratch: Path) -> None:
@@ -54,11 +73,34 @@ def make_odd_folders(source: Path, scratch: Path) -> None:
     save_file(reshaped, scratch / "odd_shape" / "model.safetensors")
 
 
-@pytest.mark.parametrize("nproc", [2, 4])
+def make_odd_biases(source: Path, scratch: Path) -> None:
+    """A Qwen2 model with a bias gone, and one where it has none."""
+    (scratch / "odd_biases").mkdir()
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.layers.1.self_attn.q_proj.bias"]
+    tensors["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(64)
+    save_file(tensors, scratch / "odd_biases" / "model.safetensors")
+
+
+@pytest.mark.parametrize(("nproc", "num_passed"), [(1, [1] * 6), (2, [3, 3, 3, 3, 3, 1]), (4, [4, 4, 3, 3, 3, 0])])
 def test_every_layout_is_the_same_model(
-    nproc: int, reference: Path, tiny_untied: Path, tiny_tied: Path, tmp_path: Path
+    nproc: int, num_passed: list[int], reference: Path, folders: list[Path], tmp_path: Path
 ) -> None:
-    make_odd_folders(tiny_untied, tmp_path)
-    output = torchrun(CASES, nproc, reference, tiny_untied, tiny_tied, tmp_path, timeout=600)
-    assert output.count("passed untied") == output.count("passed tied") >= 3
+    """`num_passed`: layouts that fit the model; two layers make no four stages, nor three groups two shards."""
+    by_name = {folder.name: folder for folder in folders}
+    make_odd_folders(by_name["untied"], tmp_path)
+    make_odd_biases(by_name["qwen2_untied"], tmp_path)
+    output = torchrun(CASES, nproc, reference, tmp_path, *folders, timeout=600)
+    assert [output.count(f"passed {name} ") for name in by_name] == num_passed
     assert output.count("done") == nproc
+
+
+def test_llama3_scaling_shows_at_these_lengths(reference: Path, folders: list[Path]) -> None:
+    """Unscaled angles give other logits by a hundred times the tolerance: the match above is no accident."""
+    expected = torch.load(reference)["llama3"]
+    folder = next(folder for folder in folders if folder.name == "llama3")
+    unscaled = {"rope_type": "default", "rope_theta": 500_000.0}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, rope_parameters=unscaled)
+    with torch.no_grad():
+        found = torch.cat([model(ids[None]).logits[0] for ids in expected["microbatches"][0]])
+    assert (found - expected["logits"][0]).abs().max() > 1e-3

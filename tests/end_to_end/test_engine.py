@@ -46,6 +46,15 @@ def test_one_engine(verdicts, case):
     assert verdicts[case] == "passed", verdicts[case]
 
 
+@pytest.mark.parametrize("family", ["qwen2_untied", "llama3"])
+def test_other_families(tmp_path, family):
+    """Published from Megatron and verified on the way, biases of q, k and v too: the engine computes that model."""
+    done = run([sys.executable, str(HERE / "engine_families.py"), family, str(tmp_path)])
+    verdict = tmp_path / "verdict.txt"
+    assert verdict.is_file(), f"did not finish:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert verdict.read_text() == "passed", verdict.read_text()
+
+
 @pytest.mark.parametrize("layout", ["replicas", "tensor_parallel"])
 def test_two_ranks(tmp_path, layout):
     """Two replicas share the work; or one replica lies over both ranks. Either way both ranks get the same list."""
