@@ -45,6 +45,7 @@ NUM_TOP = 32
 SEQUENCE = 256
 GIB = 1 << 30
 TILE_BYTES = default_tile_bytes(torch.device("cpu"))
+TILE_BYTES = default_tile_bytes(torch.device("cpu"))
 
 
 class Case:
