@@ -18,7 +18,10 @@ class RunConfig:
     seed: int = 0
     num_steps: int = 200
     checkpoint_every: int = 10  # 0: only at the end
-    keep_checkpoints: int = 2
+    async_save: bool = True  # go on training while a checkpoint is written; needs host memory for a copy of it
+    keep_checkpoints: int = 2  # the newest ones
+    keep_every: int = 0  # besides, each of a step that is a multiple of it, for good; 0: none
+    verify_checkpoint: bool = True  # hash every file before it is loaded; false: compare sizes alone
     resume: bool = True  # go on from the latest checkpoint in `dir`, if there is one
     timeout_minutes: float = 60.0  # a collective that waits longer ends the job
     tensorboard: bool = True

@@ -44,8 +44,8 @@ _POSITIVE = (
     "engine.publish_every", "evaluation.num_problems", "evaluation.samples_per_problem", "data.grading_timeout",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "run.checkpoint_every", "actor.clip_high", "actor.entropy_bonus", "actor.reference_kl.coefficient",
-    "estimator.brace_horizon", "sampling.overlong_cache", "replay.max_target_age",
+    "run.checkpoint_every", "run.keep_every", "actor.clip_high", "actor.entropy_bonus",
+    "actor.reference_kl.coefficient", "estimator.brace_horizon", "sampling.overlong_cache", "replay.max_target_age",
     "evaluation.every", "evaluation.temperature",
 )  # fmt: skip
 _AT_LEAST_ONE = ("actor.importance.high", "estimator.brace_product_max")
@@ -98,6 +98,8 @@ RULES = (
     Rule("run.num_steps", lambda c: _off_beat(c.run.num_steps, c), _PUBLISH + "a run ends with the newest weights"),
     Rule("run.checkpoint_every", lambda c: _off_beat(c.run.checkpoint_every, c),
          _PUBLISH + "a resumed run samples from its checkpoint's weights"),
+    Rule("run.keep_every", lambda c: c.run.keep_every % (c.run.checkpoint_every or math.inf) != 0,
+         "must be a multiple of run.checkpoint_every ({c.run.checkpoint_every}): only what is saved can be kept"),
     Rule("evaluation.every", lambda c: _off_beat(c.evaluation.every, c), _PUBLISH + "an evaluation sees the newest"),
     Rule("data.reward_range",
          lambda c: not -math.inf < c.data.reward_range[0] < c.data.reward_range[1] < math.inf,

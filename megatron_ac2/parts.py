@@ -17,7 +17,7 @@ from megatron_ac2.data.graders import RuleGrader
 from megatron_ac2.engine.engine import ColocatedEngine
 from megatron_ac2.inputs import Inputs, read_inputs, stop_token_ids
 from megatron_ac2.model.build import build_model, wrap_ddp
-from megatron_ac2.model.checkpoint import load_checkpoint, save_checkpoint
+from megatron_ac2.model.checkpoint import CheckpointSaver, Kept, load_checkpoint
 from megatron_ac2.model.hf_weights import load_hf_weights
 from megatron_ac2.parallel.topology import Topology, init_topology
 from megatron_ac2.perf import DecodingCost
@@ -45,6 +45,7 @@ class Parts:
     models: dict[str, torch.nn.Module]  # what a checkpoint holds, by role
     optimizers: dict[str, SharedWeightsOptimizer]
     identity: dict[str, str]
+    saver: CheckpointSaver
 
     def decode(self, ids: np.ndarray) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -70,7 +71,12 @@ def build(config: Config) -> tuple[Parts, RunState]:
         engine=engine, grader=RuleGrader(config.data.grading_timeout), validation=inputs.validation,
         decoding=Decoding.of(config, inputs.hf_config.vocab_size), decoding_cost=DecodingCost.of(inputs.hf_config),
         models=models, optimizers=optimizers,
-        identity=identity(config, inputs.hf_config, inputs.tokenizer, PROMPT_HASH),
+        identity=identity(config, inputs.hf_config, inputs.tokenizer, PROMPT_HASH, inputs.train,
+                          inputs.critic_hf_config),
+        saver=CheckpointSaver(
+            checkpoint_root(config), Kept(config.run.keep_checkpoints, config.run.keep_every),
+            config.run.async_save, config.run.timeout_minutes,
+        ),
     )  # fmt: skip
     return parts, RunState.fresh(config, inputs.train)
 
@@ -135,18 +141,18 @@ def _build_critic(
     )  # fmt: skip
 
 
-def save(parts: Parts, state: RunState, config: Config) -> None:
-    save_checkpoint(
-        checkpoint_root(config), state.next_step, parts.models, parts.optimizers, state.state_dict(),
-        keep=config.run.keep_checkpoints, identity=parts.identity,
-    )  # fmt: skip
+def save(parts: Parts, state: RunState) -> None:
+    """Returns when all is copied, and with run.async_save while it is still being written: see `parts.saver`."""
+    parts.saver.save(state.next_step, parts.models, parts.optimizers, state.state_dict(), parts.identity)
 
 
 def load_latest(parts: Parts, state: RunState, config: Config) -> None:
     """Weights, optimizers and state of the latest checkpoint in `run.dir`, if `run.resume` and there is one."""
     if not config.run.resume:
         return
-    saved = load_checkpoint(checkpoint_root(config), parts.models, parts.optimizers, identity=parts.identity)
+    saved = load_checkpoint(
+        checkpoint_root(config), parts.models, parts.optimizers, parts.identity, verify=config.run.verify_checkpoint
+    )
     if saved is not None:
         state.load_state_dict(saved)
 

@@ -13,7 +13,7 @@ from megatron_ac2.algorithm.references import ReferenceBank
 from megatron_ac2.algorithm.replay import ReplayBuffer, TargetBuffer
 from megatron_ac2.algorithm.rfpo import Calibration
 from megatron_ac2.config import Config
-from megatron_ac2.data.problems import ProblemStream
+from megatron_ac2.data.problems import ProblemStream, describe_problems
 from megatron_ac2.types import Problem
 
 
@@ -79,21 +79,44 @@ def critic_kind(config: Config) -> str:
     return config.critic.kind if reads_values else "none"
 
 
-def identity(config: Config, hf_config: Any, tokenizer: Any, prompt_hash: str) -> dict[str, str]:
-    """What must not change between a checkpoint and the run that loads it; compared key by key."""
-    architecture = {
-        key: getattr(hf_config, key)
-        for key in ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                    "intermediate_size", "vocab_size", "tie_word_embeddings")
-    }  # fmt: skip
+def identity(
+    config: Config,
+    hf_config: Any,
+    tokenizer: Any,
+    prompt_hash: str,
+    train: Sequence[Problem],
+    critic_hf_config: Any | None = None,
+) -> dict[str, str]:
+    """What must not change between a checkpoint and the run that loads it; compared key by key.
+
+    `critic_hf_config` is that of a critic with a model of its own.
+    """
     vocabulary = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
     template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
+    kind = critic_kind(config)
     return {
-        "model": ", ".join(f"{key}={value}" for key, value in architecture.items()),
-        "tokenizer": vocabulary,
+        "data.train": describe_problems(train),
+        "model": _architecture(hf_config),
+        "tokenizer": f"{len(tokenizer)} tokens, {vocabulary}",
         "chat_template": template,
-        "critic.kind": critic_kind(config),
-        "critic.head": config.critic.head if critic_kind(config) == "value_head" else "none",
+        "critic.kind": kind,
+        "critic.head": config.critic.head if kind == "value_head" else "none",
+        "critic.model": "none" if critic_hf_config is None else _architecture(critic_hf_config),
         "value_prompt": prompt_hash,
         "run.seed": str(config.run.seed),
     }
+
+
+_ARCHITECTURE = (
+    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "vocab_size", "rms_norm_eps",
+    "tie_word_embeddings",
+)  # fmt: skip
+
+
+def _architecture(hf_config: Any) -> str:
+    """What decides weights' shapes and the forward pass; families have not all of it."""
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    found = {key: getattr(hf_config, key, None) for key in _ARCHITECTURE}
+    found["rope_theta"] = rope.get("rope_theta", getattr(hf_config, "rope_theta", None))
+    return ", ".join(f"{key}={value}" for key, value in found.items() if value is not None)

@@ -53,9 +53,10 @@ def run(config: Config) -> RunState:
         timer.reset()
         if state.next_step == config.run.num_steps or _is_due(config.run.checkpoint_every, state.next_step):
             with timer.phase("checkpoint"):
-                save(parts, state, config)
+                save(parts, state)
     if metrics := _evaluate_if_due(parts, state, config, timer, last=True):
         writer.write(state.next_step, metrics)
+    parts.saver.wait()
     writer.close()
     shutdown()
     return state

@@ -221,6 +221,12 @@ class ProblemStream:
         self._order = np.array(state["order"], dtype=np.int32)
 
 
+def describe_problems(problems: Sequence[Problem]) -> str:
+    """Number and hash of ids, questions, grading, and their order: of a data set whatever the tokenizer."""
+    content = _hash([[p.problem_id, p.question, p.grading] for p in problems])[:16]
+    return f"{len(problems)} problems, {content}"
+
+
 def _fingerprint(problems: Sequence[Problem]) -> str:
     """Of ids, prompts as tokenised, grading, and their order."""
     return _hash([[p.problem_id, p.prompt_ids.tolist(), p.grading] for p in problems])

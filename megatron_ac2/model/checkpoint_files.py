@@ -4,7 +4,7 @@ root/latest                  the name of the newest complete checkpoint
 root/step_000010/            complete: renamed to this name only when every file in it was on disk
     state.npz                host state, identity, optimizers' scalars: arrays, and a JSON tree that refers to them
     tensors/                 Megatron's distributed checkpoint
-    files.json               size and CRC-32 of every other file
+    files.json               size and hash of every other file (checkpoint_manifest.py)
 root/step_000020.tmp/        being written or removed; after a crash the next save clears it away
 root/step_000010.old/        the same step saved again: complete, and counts until step_000010 is there again
 """
@@ -18,34 +18,38 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_ac2.model.checkpoint_manifest import FILES_FILE, Manifest, damages, read_manifest, write_manifest
 from megatron_ac2.types import UserError
 
 STATE_FILE = "state.npz"
 TENSORS_FOLDER = "tensors"
-FILES_FILE = "files.json"
 _LATEST = "latest"
 _TREE = "tree"
 _ARRAY_KEY = "__array__"
-_BLOCK = 16 * 2**20
 
 log = logging.getLogger(__name__)
 
 
-def write_state(path: Path, tree: Mapping[str, Any]) -> None:
-    """Store a nested dict / list of JSON scalars and numpy arrays without pickle; tuples come back as lists.
+def pack_state(tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """A copy of a nested dict / list of JSON scalars and numpy arrays, for `write_state`.
 
     Raises TypeError naming the place of anything else (a tensor, an object array, a key that is not a string).
     """
     arrays: dict[str, np.ndarray] = {}
     text = json.dumps(_encode(tree, "state", arrays))
+    return {_TREE: np.frombuffer(text.encode(), dtype=np.uint8), **arrays}
+
+
+def write_state(path: Path, packed: Mapping[str, np.ndarray]) -> None:
+    """Store what `pack_state` has made, without pickle; tuples come back as lists."""
     with open(path, "wb") as file:
-        np.savez(file, **{_TREE: np.frombuffer(text.encode(), dtype=np.uint8)}, **arrays)
+        np.savez(file, **packed)
         _sync(file)
 
 
@@ -64,7 +68,7 @@ def read_state(path: Path) -> dict[str, Any]:
 def _encode(node: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
     if isinstance(node, np.ndarray) and not node.dtype.hasobject:
         name = f"a{len(arrays)}"
-        arrays[name] = node
+        arrays[name] = node.copy()
         return {_ARRAY_KEY: name}
     if isinstance(node, Mapping):
         odd = [key for key in node if not isinstance(key, str) or key == _ARRAY_KEY]
@@ -106,9 +110,10 @@ def complete_folders(root: Path) -> dict[int, Path]:
 
 
 def latest(root: str | Path) -> Path | None:
-    """The folder of the newest checkpoint, or None. Never one that is incomplete.
+    """The folder of the newest checkpoint, or None. Never one that a crash has left incomplete.
 
-    Without a usable pointer (a crash between two renames), the newest complete folder.
+    Without a usable pointer (a crash between two renames, a folder that was removed), the newest complete folder.
+    Raises `UserError` for a pointer to a folder that is there but lacks the list of its files: no crash leaves that.
     """
     root = Path(root)
     pointer = root / _LATEST
@@ -117,9 +122,30 @@ def latest(root: str | Path) -> Path | None:
     for step, folder in folders.items():
         if step_folder(root, step).name == named:
             return folder
+    if named and (root / named).is_dir():
+        raise UserError([f"{root / named / FILES_FILE}: missing", way_out(root / named)])
     if named is not None:
         log.warning("%s names %r, which is no complete checkpoint; complete steps: %s", pointer, named, list(folders))
     return list(folders.values())[-1] if folders else None
+
+
+def way_out(damaged: Path) -> str:
+    """How to go on without a damaged checkpoint, as a message. Reads the others until it finds one that is whole."""
+    useless = [damaged]
+    for folder in reversed(complete_folders(damaged.parent).values()):
+        if folder != damaged and is_whole(folder):
+            return (
+                f"the newest undamaged checkpoint is {folder}; to go on from it remove {', '.join(map(str, useless))}"
+            )
+        useless += [folder] * (folder != damaged)
+    return f"{damaged.parent}: no undamaged checkpoint; start anew with run.resume=false, or in another run.dir"
+
+
+def is_whole(folder: Path) -> bool:
+    try:
+        return not damages(folder, read_manifest(folder))
+    except UserError:
+        return False
 
 
 def begin(root: Path, step: int) -> Path:
@@ -136,16 +162,15 @@ def begin(root: Path, step: int) -> Path:
     return folder
 
 
-def commit(root: Path, step: int, keep: int, checksums: Mapping[str, tuple[int, int]]) -> Path:
+def commit(root: Path, step: int, keep: int, manifest: Manifest, keep_every: int = 0) -> Path:
     """Make the written folder the latest checkpoint, then remove all but the newest `keep` up to `step`.
 
-    `checksums`: {path in the folder: (size, CRC-32)} of its files, all on disk by now.
+    Those of steps that are multiples of `keep_every` (0: none) stay for good. `manifest` lists all files of the
+    folder, all on disk by now.
     """
     final = step_folder(root, step)
     writing, replaced = final.with_suffix(".tmp"), final.with_suffix(".old")
-    with open(writing / FILES_FILE, "w") as file:
-        json.dump(checksums, file, indent=1, sort_keys=True)
-        _sync(file)
+    write_manifest(writing, manifest)
     for folder in (writing / TENSORS_FOLDER, writing):
         _sync_folder(folder)
     if final.exists():  # this step was saved before
@@ -155,8 +180,11 @@ def commit(root: Path, step: int, keep: int, checksums: Mapping[str, tuple[int, 
     _point_to(root, final.name)
     if replaced.exists():
         _remove(replaced)
-    older = [folder for other, folder in complete_folders(root).items() if other < step]
-    for folder in older[: max(0, len(older) - (keep - 1))]:
+    older = [other for other in complete_folders(root) if other < step]
+    for other in older[: max(0, len(older) - (keep - 1))]:
+        if keep_every and other % keep_every == 0:
+            continue
+        folder = step_folder(root, other)
         doomed = folder.rename(folder.with_suffix(".tmp"))  # half removed, it must not pass for a complete one
         _remove(doomed)
     return final
@@ -169,56 +197,6 @@ def _point_to(root: Path, name: str) -> None:
         _sync(file)
     temporary.rename(root / _LATEST)
     _sync_folder(root)
-
-
-def files_in(folder: Path) -> list[str]:
-    """Every file of a checkpoint but the list of them, as sorted paths in the folder."""
-    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in found if name != FILES_FILE)
-
-
-def checksums(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """{name: (size, CRC-32)}; waits until each file is on disk."""
-    found = {}
-    for name in names:
-        with open(folder / name, "rb") as file:
-            os.fsync(file.fileno())
-            found[name] = _size_and_crc(file)
-    return found
-
-
-def listed_files(folder: Path) -> dict[str, tuple[int, int]]:
-    """The list that `commit` wrote. Raises `UserError` if it is missing or damaged."""
-    path = folder / FILES_FILE
-    try:
-        return {name: (int(size), int(crc)) for name, (size, crc) in json.loads(path.read_text()).items()}
-    except FileNotFoundError:
-        raise UserError(f"{path}: missing; {folder} is not a complete checkpoint") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: damaged, cannot be read: {error}") from error
-
-
-def damages(folder: Path, listed: Mapping[str, tuple[int, int]]) -> list[str]:
-    """What is wrong with the listed files, as messages; reads all of them."""
-    problems = []
-    for name, (size, crc) in listed.items():
-        path = folder / name
-        if not path.is_file():
-            problems.append(f"{path}: missing")
-            continue
-        with open(path, "rb") as file:
-            found = _size_and_crc(file)
-        if found != (size, crc):
-            problems.append(f"{path}: damaged: found {found[0]} bytes, CRC-32 {found[1]}; saved were {size}, {crc}")
-    return problems
-
-
-def _size_and_crc(file: Any) -> tuple[int, int]:
-    size = crc = 0
-    while block := file.read(_BLOCK):
-        size += len(block)
-        crc = zlib.crc32(block, crc)
-    return size, crc
 
 
 def _remove(path: Path) -> None:

@@ -28,10 +28,10 @@ def gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return gathered
 
 
-def broadcast_object(obj: T | None, source: int = 0) -> T:
-    """World rank `source`'s object, on every rank."""
+def broadcast_object(obj: T | None, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """World rank `source`'s object, on every rank of `group` (default: the world)."""
     holder = [obj]
-    dist.broadcast_object_list(holder, src=source)
+    dist.broadcast_object_list(holder, src=source, group=group)
     return holder[0]  # type: ignore[return-value]
 
 

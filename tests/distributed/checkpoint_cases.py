@@ -261,6 +261,11 @@ def refusals_case(folder: Path, scratch: Path) -> None:
     assert_refused(lambda: load(models={"n": trainee.model}), UserError, "model n: found none")
     half = Trainee(folder, TP2, True, torch.bfloat16)
     assert_refused(lambda: load(models={"m": half.model}, optimizers={}), UserError, "float32", "bfloat16")
+    every = {"models": {"m": half.model}, "optimizers": {"m": half.optimizer}, "identity": {"model": "x", "new": "y"}}
+    differences = ("model: found 'tiny'", "but this run has 'x'", "tokenizer: found 'abc'", "new: found none")
+    assert_refused(
+        lambda: load(**every), UserError, *differences, "model m: found 'float32'", "optimizer m: found", "'master'"
+    )
     one = Trainee(folder, TP2, True, roles={"actor": ROLES["actor"]})
     assert_refused(lambda: load(optimizers={"m": one.optimizer}), UserError, "optimizer m", "critic.exp_avg")
     assert_weights(trainee.weights(), before, 0, "after refusals")
@@ -270,11 +275,12 @@ def refusals_case(folder: Path, scratch: Path) -> None:
             file.seek(1000)
             file.write(b"damage")
     dist.barrier()
-    assert_refused(load, UserError, str(largest), "damaged")
+    assert_refused(load, UserError, str(largest), "damaged", "no undamaged checkpoint; start anew")
     if dist.get_rank() == 0:
         largest.unlink()
     dist.barrier()
     assert_refused(load, UserError, str(largest), "missing")
+    assert_refused(lambda: load(verify=False), UserError, str(largest), "missing")
     save = lambda path, state: save_checkpoint(path, 2, models, optimizers, state, 1, IDENTITY)  # noqa: E731
     assert_refused(lambda: save(latest(root) / "state.npz", {}), RuntimeError, "rank 0", "state.npz")
     assert_refused(lambda: save(root, {"x": {1}}), RuntimeError, "state.run.x")

@@ -81,7 +81,7 @@ def test_every_token_carries_the_version_that_sampled_it(straight: Path) -> None
 def test_a_killed_run_goes_on_as_if_nothing_had_been(launcher: Launcher, straight: Path, tmp_path: Path) -> None:
     """Every rank is killed after the fourth step, past the checkpoint of the third, and the run is started again."""
     run_dir = tmp_path / "run"
-    kill_after_row(launcher.torchrun(run_dir, launcher.critic, "run.num_steps=1000"), run_dir, 4)
+    kill_after_row(launcher.torchrun(run_dir, launcher.critic, "run.num_steps=1000"), run_dir, 4, "step_000003")
     assert latest(run_dir / "checkpoints").name == "step_000003"
     launcher.run(run_dir, launcher.critic).passed()
     assert [*map(reproducible, rows(run_dir))] == [*map(reproducible, rows(straight))]
@@ -91,10 +91,14 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(launcher: Launcher, straigh
     assert_same_state(*(tensors(end, tmp_path / f"{index}.pt") for index, end in enumerate(ends)))
 
 
-def kill_after_row(process: subprocess.Popen[str], run_dir: Path, num_rows: int, timeout: float = 240) -> None:
+def kill_after_row(
+    process: subprocess.Popen[str], run_dir: Path, num_rows: int, checkpoint: str, timeout: float = 240
+) -> None:
+    """And after the checkpoint, which is written behind the steps that follow it."""
     file, deadline = run_dir / "metrics.jsonl", time.monotonic() + timeout
+    saved = run_dir / "checkpoints" / checkpoint
     try:
-        while not file.is_file() or file.read_text().count("\n") < num_rows:
+        while not saved.is_dir() or file.read_text().count("\n") < num_rows:
             assert process.poll() is None, process.communicate()[0][-4000:]
             assert time.monotonic() < deadline, f"{file}: fewer than {num_rows} rows after {timeout} s"
             time.sleep(0.01)

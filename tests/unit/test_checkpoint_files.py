@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_ac2.model import checkpoint_files as files
+from megatron_ac2.model import checkpoint_manifest as manifests
 from megatron_ac2.types import UserError
 
+B2SUM = "5b44f0dccb663046ab4f6d9384e59064"
 STATE = {
     "cursor": 7,
     "share": 0.25,
@@ -23,11 +25,19 @@ STATE = {
 }
 
 
-def save(root: Path, step: int, keep: int = 2) -> Path:
+def write(path: Path, tree: dict) -> None:
+    files.write_state(path, files.pack_state(tree))
+
+
+def save(root: Path, step: int, keep: int = 2, keep_every: int = 0) -> Path:
     folder = files.begin(root, step)
-    files.write_state(folder / files.STATE_FILE, {"step": step})
+    write(folder / files.STATE_FILE, {"step": step})
     (folder / files.TENSORS_FOLDER / "weights").write_bytes(bytes([step]) * 100)
-    return files.commit(root, step, keep, files.checksums(folder, files.files_in(folder)))
+    return files.commit(root, step, keep, manifests.describe(folder, manifests.files_in(folder)), keep_every)
+
+
+def damaged(folder: Path) -> list[str]:
+    return manifests.damages(folder, manifests.read_manifest(folder))
 
 
 def names(root: Path) -> list[str]:
@@ -35,7 +45,7 @@ def names(root: Path) -> list[str]:
 
 
 def test_state_comes_back_with_its_types(tmp_path: Path) -> None:
-    files.write_state(tmp_path / "state.npz", STATE)
+    write(tmp_path / "state.npz", STATE)
     found = files.read_state(tmp_path / "state.npz")
     assert {k: v for k, v in found.items() if k not in ("nested", "matrix", "mask")} == {
         k: v for k, v in STATE.items() if k not in ("nested", "matrix", "mask")
@@ -49,8 +59,20 @@ def test_state_comes_back_with_its_types(tmp_path: Path) -> None:
 
 
 def test_numpy_scalars_and_tuples_become_json(tmp_path: Path) -> None:
-    files.write_state(tmp_path / "state.npz", {"a": np.float32(0.5), "b": np.int64(3), "c": (1, np.True_)})
+    write(tmp_path / "state.npz", {"a": np.float32(0.5), "b": np.int64(3), "c": (1, np.True_)})
     assert files.read_state(tmp_path / "state.npz") == {"a": 0.5, "b": 3, "c": [1, True]}
+
+
+def test_a_packed_state_is_a_copy(tmp_path: Path) -> None:
+    """A save in the background writes it while training changes what it was made from."""
+    tree = {"ids": np.arange(3), "views": [np.arange(6)[::2]], "count": 1}
+    packed = files.pack_state(tree)
+    tree["ids"][:] = -1
+    tree["views"][0][:] = -1
+    tree["count"] = 2
+    files.write_state(tmp_path / "state.npz", packed)
+    found = files.read_state(tmp_path / "state.npz")
+    assert found["ids"].tolist() == [0, 1, 2] and found["views"][0].tolist() == [0, 2, 4] and found["count"] == 1
 
 
 @pytest.mark.parametrize(
@@ -62,16 +84,16 @@ def test_numpy_scalars_and_tuples_become_json(tmp_path: Path) -> None:
         ({"__array__": "a0"}, "state: found the key '__array__'"),
     ],
 )
-def test_what_cannot_be_stored_is_named(tmp_path: Path, value: dict, place: str) -> None:
+def test_what_cannot_be_stored_is_named(value: dict, place: str) -> None:
     with pytest.raises(TypeError, match=place):
-        files.write_state(tmp_path / "state.npz", value)
+        files.pack_state(value)
 
 
 def test_damaged_state_is_named(tmp_path: Path) -> None:
     path = tmp_path / "state.npz"
     with pytest.raises(UserError, match=r"state\.npz: missing"):
         files.read_state(path)
-    files.write_state(path, STATE)
+    write(path, STATE)
     content = path.read_bytes()
     for broken in (content[: len(content) // 2], b"", b"no zip file"):
         path.write_bytes(broken)
@@ -87,6 +109,14 @@ def test_latest_moves_and_only_the_newest_remain(tmp_path: Path) -> None:
     assert names(root) == ["latest", "step_000030", "step_000040"]
     save(root, 50, keep=1)
     assert names(root) == ["latest", "step_000050"]
+
+
+def test_every_nth_stays_for_good(tmp_path: Path) -> None:
+    for step in range(10, 90, 10):
+        save(tmp_path, step, keep=2, keep_every=30)
+    assert names(tmp_path) == ["latest", *(f"step_0000{step}" for step in (30, 60, 70, 80))]
+    save(tmp_path, 90, keep=1, keep_every=30)
+    assert names(tmp_path) == ["latest", *(f"step_0000{step}" for step in (30, 60, 90))]
 
 
 def test_incomplete_folders_are_never_chosen_and_cleared_at_the_next_save(tmp_path: Path) -> None:
@@ -157,7 +187,7 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(
             except Crash:
                 pass
         chosen = files.latest(root)
-        assert chosen is not None and files.damages(chosen, files.listed_files(chosen)) == []
+        assert chosen is not None and damaged(chosen) == []
         assert files.read_state(chosen / files.STATE_FILE)["step"] == int(chosen.stem[-6:])
         save(root, 40)
         assert all("." not in name for name in names(root)), names(root)
@@ -165,18 +195,56 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(
     assert 5 < survived < 15  # the moments tried reach from the first change to past the last one
 
 
-def test_damage_names_the_file(tmp_path: Path) -> None:
+def test_damage_names_the_file_and_what_was_found(tmp_path: Path) -> None:
     folder = save(tmp_path, 10)
-    listed = files.listed_files(folder)
-    assert set(listed) == {"state.npz", "tensors/weights"} and files.damages(folder, listed) == []
+    manifest = manifests.read_manifest(folder)
+    assert set(manifest) == {"state.npz", "tensors/weights"} and manifests.damages(folder, manifest) == []
+    # blake2b with a digest of 16 bytes, by coreutils: head -c 100 /dev/zero | tr '\\0' '\\n' | b2sum -l 128
+    assert manifest["tensors/weights"] == (100, B2SUM)
     weights = folder / files.TENSORS_FOLDER / "weights"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")  # one byte, the same length
-    assert [message.split(":")[0] for message in files.damages(folder, listed)] == [str(weights)]
+    (message,) = manifests.damages(folder, manifest)
+    assert message.startswith(f"{weights}: damaged: found 100 bytes with blake2b-128 ") and B2SUM in message
+    assert manifests.damages(folder, manifest, hashes=False) == []  # only a hash can tell
+    weights.write_bytes(b"short")
+    for hashes in (False, True):
+        expected = [f"{weights}: damaged: found 5 bytes, saved were 100"]
+        assert manifests.damages(folder, manifest, hashes) == expected
     weights.unlink()
-    assert files.damages(folder, listed) == [f"{weights}: missing"]
-    (folder / files.FILES_FILE).write_text("{")
-    with pytest.raises(UserError, match=r"files\.json: damaged"):
-        files.listed_files(folder)
-    (folder / files.FILES_FILE).unlink()
+    assert manifests.damages(folder, manifest) == [f"{weights}: missing"]
+
+
+def test_a_damaged_list_of_files_is_named(tmp_path: Path) -> None:
+    folder = save(tmp_path, 10)
+    path = folder / manifests.FILES_FILE
+    for content in ("{", "[]", '{"files": {}}', '{"hash": "blake2b-128", "files": {"a": 1}}'):
+        path.write_text(content)
+        with pytest.raises(UserError, match=r"files\.json: damaged"):
+            manifests.read_manifest(folder)
+    path.write_text('{"hash": "md5", "files": {}}')
+    with pytest.raises(UserError, match=r"files\.json: found hashes of 'md5', accepted: 'blake2b-128'"):
+        manifests.read_manifest(folder)
+    path.unlink()
     with pytest.raises(UserError, match=r"files\.json: missing"):
-        files.listed_files(folder)
+        manifests.read_manifest(folder)
+
+
+def test_the_latest_without_its_list_of_files_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+    whole, broken = save(tmp_path, 10), save(tmp_path, 20)
+    (broken / manifests.FILES_FILE).unlink()
+    with pytest.raises(UserError) as caught:
+        files.latest(tmp_path)
+    assert caught.value.problems[0] == f"{broken / 'files.json'}: missing"
+    assert str(whole) in caught.value.problems[1] and f"remove {broken}" in caught.value.problems[1]
+    shutil.rmtree(broken)  # as the message says
+    assert files.latest(tmp_path) == whole
+
+
+def test_the_way_out_leads_to_the_newest_that_is_whole(tmp_path: Path) -> None:
+    first, second, third = (save(tmp_path, step, keep=3) for step in (10, 20, 30))
+    (second / files.STATE_FILE).write_bytes(b"damage")
+    assert files.way_out(third) == (
+        f"the newest undamaged checkpoint is {first}; to go on from it remove {third}, {second}"
+    )
+    shutil.rmtree(first)
+    assert "no undamaged checkpoint; start anew" in files.way_out(third)

@@ -40,6 +40,8 @@ PUBLISH = {"engine.publish_every": 3, "run.num_steps": 6, "run.checkpoint_every"
 COMBINATIONS = [
     ("run.num_steps", PUBLISH | {"run.num_steps": 7}, {"run.num_steps": 9}),
     ("run.checkpoint_every", PUBLISH | {"run.checkpoint_every": 4}, {"run.checkpoint_every": 0}),
+    ("run.keep_every", {"run.keep_every": 25}, {"run.checkpoint_every": 5}),
+    ("run.keep_every", {"run.keep_every": 20, "run.checkpoint_every": 0}, {"run.keep_every": 0}),
     ("evaluation.every", PUBLISH | {"evaluation.every": 1}, {"evaluation.every": 6}),
     ("data.reward_range", {"data.reward_range": (1.0, 1.0)}, {"data.reward_range": (-1.0, 1.0)}),
     ("sampling.group_size", {"sampling.group_size": 1, "replay.min_valid_for_target": 1}, {"sampling.group_size": 2}),
