@@ -34,7 +34,7 @@ def plot_comparison(runs: Sequence[RunSummary], out: str | Path, title: str = ""
     size = (max(7.0, 0.6 + 4.4 * len(settings)), 4.6 + 0.24 * len(variants))
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
-            2, len(settings), figsize=size, squeeze=False, sharey="row", constrained_layout=True,
+            2, len(settings), figsize=size, squeeze=False, sharex="row", sharey="row", constrained_layout=True,
             height_ratios=(2.6, 0.6 + 0.2 * len(variants)),
         )  # fmt: skip
         for column, setting in enumerate(settings):

@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -173,6 +174,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.jobs < 1:
         parser.error(f"--jobs: found {arguments.jobs}, accepted: 1 or more")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # or its jobs would outlive it
     console = Console(highlight=False)
     try:
         return compare(arguments, console)
