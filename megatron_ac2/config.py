@@ -88,7 +88,8 @@ class ActorConfig:
     )
     num_minibatches: int = 2
     max_tokens_per_microbatch: int = 65_536
-    fused_loss: bool = True  # loss and output layer in one op, tile by tile; false: its twin, which holds all logits
+    # Output layer and loss in one op, tile by tile: auto | torch | triton (CUDA); naive: its twin, with all logits
+    loss_op: str = "auto"
     loss: str = "ppo"  # policy_gradient | ppo | cispo | gspo | asympo
     anchor: str = "proximal"  # proximal | behavior: what the ratio of ppo, cispo and gspo is taken against
     clip_low: float = 0.2

@@ -11,6 +11,7 @@ from megatron_ac2.config import Config
 
 CHOICES = {
     "model.dtype": ("bfloat16", "float32"),
+    "actor.loss_op": ("auto", "torch", "triton", "naive"),
     "actor.loss": ("policy_gradient", "ppo", "cispo", "gspo", "asympo"),
     "actor.anchor": ("proximal", "behavior"),
     "actor.aggregation": ("token_mean", "sequence_mean", "budget_mean"),

@@ -68,6 +68,8 @@ def read_inputs(config: Config) -> Inputs:
             problems.append(f"critic.path: vocabulary of {critic_hf.vocab_size}, the actor's is {hf_config.vocab_size}")
     if critic_hf is not None and critic_kind(config) == "value_head":
         problems += context_problems(config, critic_hf.max_position_embeddings)
+    if config.actor.loss_op == "triton" and not torch.cuda.is_available():
+        problems.append("actor.loss_op: found triton, but there is no GPU; accepted here: auto, torch, naive")
     problems += check_world(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
     max_model_len = 0
     if train:

@@ -115,7 +115,7 @@ def _reference_model(config: Config, inputs: Inputs, topology: Topology) -> torc
 
 
 def _policy_head(config: Config) -> str:
-    return "hidden" if config.actor.fused_loss else "lm"
+    return "lm" if config.actor.loss_op == "naive" else "hidden"
 
 
 def _build_critic(

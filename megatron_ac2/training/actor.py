@@ -54,9 +54,11 @@ class Actor:
     ):
         self.model = model
         self.reference = reference
-        self.head = TokenHead(model, topology, vocab_size, config.sampling.temperature)
+        self.head = TokenHead(model, topology, vocab_size, config.sampling.temperature, config.actor.loss_op)
         if reference is not None:
-            self.reference_head = TokenHead(reference, topology, vocab_size, config.sampling.temperature)
+            self.reference_head = TokenHead(
+                reference, topology, vocab_size, config.sampling.temperature, config.actor.loss_op
+            )
         self.optimizer = optimizer
         self.topology = topology
         self.config = config.actor

@@ -64,6 +64,7 @@ class GenerativeCritic:
         self.config = config.critic
         self.response_budget = config.sampling.response_budget
         self.vocab_size = vocab_size
+        self.loss_op = config.actor.loss_op
         self.max_context_len = self.config.max_context_len or model_max_len
         self.pad_id = pad_id
         self.align = align or step.token_alignment(topology)
@@ -121,7 +122,7 @@ class GenerativeCritic:
         )
         mine = plan[self.topology.data_rank]
         microbatches = [self._pack([pairs[index] for index in indices], mean_weight) for indices in mine]
-        head = TokenHead(self.model, self.topology, self.vocab_size, temperature=1.0)
+        head = TokenHead(self.model, self.topology, self.vocab_size, temperature=1.0, op=self.loss_op)
         sums = step.forward_backward(self.model, microbatches, partial(_reply_loss, head), self.topology)
         return {
             "loss": sums["loss"],

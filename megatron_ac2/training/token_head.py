@@ -22,19 +22,22 @@ class TokenHead:
     `rows` int64[R] are positions of a packed batch [1, T]; what they are is the caller's: those that carry loss.
     """
 
-    def __init__(self, model: torch.nn.Module, topology: Topology, vocab_size: int, temperature: float):
+    def __init__(
+        self, model: torch.nn.Module, topology: Topology, vocab_size: int, temperature: float, op: str = "auto"
+    ):
         bare = unwrap(model)
         self._hidden_model = bare if isinstance(bare, HiddenModel) else None
         self._tp_group = topology.pg.tp
         self._vocab_size = vocab_size
         self._temperature = temperature
+        self._backend = op  # of the fused op: auto, torch or triton
 
     def scores(self, output: torch.Tensor, batch: PackedBatch, rows: torch.Tensor) -> TokenLogprobs:
         """Of the rows' labels, [R], and of their recorded tokens fields["top_ids"], [R, k]; without gradients."""
         if self._hidden_model is None:
             return self._naive_scores(output.detach(), batch, rows)
         top_ids = _top_ids(batch)
-        return chunk_scores(output[0], self._head(), batch.labels[0], top_ids=top_ids, rows=rows)
+        return chunk_scores(output[0], self._head(), batch.labels[0], top_ids=top_ids, rows=rows, backend=self._backend)
 
     def loss(
         self,
@@ -50,7 +53,7 @@ class TokenHead:
         if self._hidden_model is not None:
             return chunk_loss(
                 output[0], self._head(), batch.labels[0], objective, top_ids=_top_ids(batch), rows=rows,
-                token_local=token_local, entropy_gradient=entropy_gradient,
+                token_local=token_local, entropy_gradient=entropy_gradient, backend=self._backend,
             )  # fmt: skip
         scores = self._naive_scores(output, batch, rows)
         loss, metrics = objective(scores, slice(0, len(rows)))

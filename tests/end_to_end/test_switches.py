@@ -55,9 +55,9 @@ def test_the_frozen_critic_survives_a_resume(launcher: Launcher, tmp_path: Path)
 def test_the_fused_loss_trains_as_its_naive_twin(launcher: Launcher, tmp_path: Path) -> None:
     """Equal but for rounding; the engine draws from what the updates made of the weights, so draws stay equal too."""
     changes = ("sampling.routing=prefix_grpo", "run.num_steps=3", "run.checkpoint_every=0", "parallel.tensor=2")
-    for name in ("true", "false"):
-        launcher.run(tmp_path / name, *changes, f"actor.fused_loss={name}").passed()
-    fused, naive = (steps(tmp_path / name) for name in ("true", "false"))
+    for name in ("torch", "naive"):
+        launcher.run(tmp_path / name, *changes, f"actor.loss_op={name}").passed()
+    fused, naive = (steps(tmp_path / name) for name in ("torch", "naive"))
     assert len(fused) == 3 and any(row["actor/grad_norm"] > 0 for row in fused)
     names = ("actor/loss", "actor/grad_norm", "actor/update_norm", "actor/entropy", "actor/ratio", "actor/kl_k3",
              "mismatch/logprob_abs_mean", "train/endpoint_value", "train/chunk_len")  # fmt: skip

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import Qwen3ForCausalLM
 
 from megatron_ac2.algorithm.value_prompt import build_value_prompt
@@ -98,6 +99,17 @@ def test_a_critic_of_another_vocabulary_or_layout_is_refused(config: Config, inp
 def test_grpo_needs_a_problem_a_prefix(config: Config) -> None:
     config.sampling.routing, config.sampling.num_prefixes = "grpo", 8
     assert errors(config) == [f"sampling.num_prefixes: found 8, but {config.data.train} holds 6 problems"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_triton_needs_a_gpu(config: Config) -> None:
+    config.actor.loss_op = "triton"
+    assert errors(config) == ["actor.loss_op: found triton, but there is no GPU; accepted here: auto, torch, naive"]
+
+
+def test_a_value_heads_context_must_fit_its_model(config: Config) -> None:
+    config.critic.max_context_len = 5000
+    assert errors(config) == ["critic.max_context_len: found 5000, accepted: 1 to 1024, what its model reads, or null"]
 
 
 def test_a_problem_that_no_rule_grades_is_named(config: Config, tmp_path: Path) -> None:
