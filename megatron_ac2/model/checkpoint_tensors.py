@@ -30,6 +30,7 @@ from megatron_ac2.parallel.failures import from_first, together
 from megatron_ac2.types import UserError
 
 _NUM_THREADS = 2  # and files a rank
+_MODEL, _OPTIMIZER = "model.", "optimizer."  # what tensors' keys begin with
 
 
 class ShardedOptimizer(Protocol):
@@ -38,7 +39,8 @@ class ShardedOptimizer(Protocol):
     @property
     def kinds(self) -> tuple[str, ...]: ...
 
-    def sharded_tensors(self, kind: str, loading: bool) -> dict[str, Any]: ...
+    def sharded_tensors(self, kind: str, loading: bool) -> dict[str, Any]:
+        """A collective. When saving (not `loading`): copies in host memory, which later steps leave alone."""
 
     def load_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
@@ -66,7 +68,7 @@ def copy_to_host(
     mine, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, True)
     for pieces in mine.values():
         for piece in pieces:
-            if isinstance(piece, ShardedTensor):
+            if isinstance(piece, ShardedTensor) and piece.key.startswith(_MODEL):  # an optimizer's are copies already
                 piece.data = piece.data.detach().to("cpu", copy=True).contiguous()
     return HostCopy(torch_dist.mcore_to_pyt_state_dict(mine, False), common)
 
@@ -104,23 +106,23 @@ def dtype_name(model: torch.nn.Module) -> str:
 
 
 def _sharded(models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, ShardedOptimizer]) -> dict[str, Any]:
-    parts: dict[str, Any] = {f"model.{name}": _sharded_model(name, model) for name, model in models.items()}
+    parts: dict[str, Any] = {f"{_MODEL}{name}": _sharded_model(name, model) for name, model in models.items()}
     for name, optimizer in optimizers.items():
         for kind in optimizer.kinds:
             if tensors := _sharded_optimizer(name, optimizer, kind, False):  # nothing on some data ranks
-                parts[f"optimizer.{name}.{kind}"] = tensors
+                parts[f"{_OPTIMIZER}{name}.{kind}"] = tensors
     return parts
 
 
 def _sharded_model(name: str, model: torch.nn.Module) -> dict[str, Any]:
     sharded = unwrap(model).sharded_state_dict()
-    add_prefix_for_sharding(sharded, f"model.{name}.")
+    add_prefix_for_sharding(sharded, f"{_MODEL}{name}.")
     return sharded
 
 
 def _sharded_optimizer(name: str, optimizer: ShardedOptimizer, kind: str, loading: bool) -> dict[str, Any]:
     sharded = optimizer.sharded_tensors(kind, loading)
-    add_prefix_for_sharding(sharded, f"optimizer.{name}.")
+    add_prefix_for_sharding(sharded, f"{_OPTIMIZER}{name}.")
     return sharded
 
 

@@ -112,7 +112,7 @@ class SharedWeightsOptimizer:
     def sharded_tensors(self, kind: str, loading: bool) -> dict[str, Sharded]:
         """One entry a parameter, for Megatron's distributed checkpoint; free of the layout, and of `distributed`.
 
-        A collective. When saving, the first data-parallel rank holds them all, the others nothing; when loading, every
+        A collective. When saving, copies in host memory, on the first data-parallel rank alone; when loading, every
         rank gets tensors to be filled. Of the distributed optimizer these are full, in host memory.
         """
         pick = partial(self._pick, kind)

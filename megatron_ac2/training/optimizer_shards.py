@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
@@ -32,21 +32,26 @@ def shard_tensors(
     kind: str,
     loading: bool,
 ) -> dict[str, Sharded]:
-    """{parameter name: picked tensor in the parameter's shape, under the key "kind.parameter's key"}. A collective."""
+    """{parameter name: picked tensor in the parameter's shape, under the key "kind.parameter's key"}. A collective.
+
+    When saving, copies in host memory, each on one of the ranks that hold the parameter; the others have no entry.
+    """
     found, _ = extract_sharded_tensors_and_factories(unwrap(model).sharded_state_dict())
     layouts = {id(sharded.data): sharded for sharded in nested_values(found)}
     masters = _master_weights(megatron, parameters)
     sharded = {}
     for name, parameter in parameters.items():
         master, where = masters.get(name, (None, slice(0, 0)))
-        if not isinstance(megatron, DistributedOptimizer):
-            full = pick(master)
-        elif loading:
-            full = torch.empty(parameter.shape, dtype=torch.float32)
-        else:
+        layout = layouts[id(parameter)]
+        if loading:
+            whole = not isinstance(megatron, DistributedOptimizer)
+            full = pick(master) if whole else torch.empty(parameter.shape, dtype=torch.float32)
+        elif isinstance(megatron, DistributedOptimizer):
             full = _put_together(megatron, parameter, None if master is None else pick(master), where)
+        else:
+            full = pick(master).detach().to("cpu", copy=True) if is_main_replica(layout.replica_id) else None
         if full is not None:
-            sharded[name] = make_sharded_optimizer_tensor(layouts[id(parameter)], full, kind)
+            sharded[name] = make_sharded_optimizer_tensor(layout, full, kind)
     return sharded
 
 
