@@ -280,10 +280,15 @@ def test_a_crash_right_after_a_checkpoint_loses_no_row(
     config.run.tensorboard, config.model.path, config.data.train = False, "", ""
     disk = {"next_step": 0}
     parts = SimpleNamespace(
-        actor=SimpleNamespace(model=None), hf_config=None, topology=SimpleNamespace(rank=0), engine=None, validation=[]
+        actor=SimpleNamespace(model=None),
+        hf_config=None,
+        topology=SimpleNamespace(rank=0),
+        engine=None,
+        validation=[],
+        saver=SimpleNamespace(wait=lambda: None),
     )
 
-    def save(parts, state, config) -> None:
+    def save(parts, state) -> None:
         disk["next_step"] = state.next_step
         if state.next_step == crash_at and not disk.get("crashed"):
             disk["crashed"] = True
