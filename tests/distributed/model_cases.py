@@ -24,6 +24,7 @@ from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights, sa
 from megatron_ac2.parallel.collectives import all_ranks_agree, broadcast_object, gather_objects, reduce_scalars
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
 from megatron_ac2.types import UserError
+from tests.distributed.groups import leave_groups
 
 LAYOUTS = {
     1: [(1, 1, False)],
@@ -223,6 +224,7 @@ def main() -> None:
             if check_layout(load_hf_config(folder), ParallelConfig(*layout)):
                 continue
             run_layout(layout, reference, folder, scratch)
+            leave_groups()
             if dist.get_rank() == 0:
                 print("passed", folder.name, layout, flush=True)
     shutdown()

@@ -32,6 +32,7 @@ from megatron_ac2.training.value_head_critic import ValueHeadCritic
 from megatron_ac2.types import TrainSequence
 from tests.distributed import objective_reference as objective_case
 from tests.distributed import training_reference as case
+from tests.distributed.groups import leave_groups
 
 LAYOUTS = {
     1: [(1, 1, False)],
@@ -348,6 +349,7 @@ def main() -> None:
     for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
         for folder in folders:
             run_layout(layout, folder, torch.load(references / f"{folder.name}.pt", weights_only=False))
+            leave_groups()
             if dist.get_rank() == 0:
                 print("passed", folder.name, layout, flush=True)
     shutdown()
