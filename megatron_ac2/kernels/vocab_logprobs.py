@@ -65,18 +65,6 @@ def token_logprobs(
     return TokenLogprobs(logprobs[:, 0].view(labels.shape), entropy.view(labels.shape), top)
 
 
-def vocab_parallel_logprobs_and_entropy(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    tp_group: dist.ProcessGroup | None,
-    temperature: float,
-    vocab_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_logprobs` without recorded tokens: (log p[label] [...], entropy in nats [...])."""
-    found = token_logprobs(logits, labels, tp_group, temperature, vocab_size)
-    return found.labels, found.entropy
-
-
 def restricted_logprobs(
     label_logprobs: torch.Tensor, top_logprobs: torch.Tensor, support: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

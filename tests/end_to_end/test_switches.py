@@ -11,7 +11,7 @@ from tests.end_to_end.runs import Launcher, reproducible, rows, steps
 
 
 def test_ac2_behind_a_gate_that_never_opens_is_prefix_grpo_bit_for_bit(launcher: Launcher, tmp_path: Path) -> None:
-    """The critic is trained beside it, and never asked for an endpoint."""
+    """The critic is trained beside it, and never asked for an endpoint. While nothing is replayed it is GRPO, too."""
     run_dirs = {"ac2": tmp_path / "ac2", "prefix_grpo": tmp_path / "prefix_grpo"}
     closed = ("readiness.global_threshold=0", launcher.critic, "run.num_steps=3", "run.checkpoint_every=0")
     for routing, run_dir in run_dirs.items():
@@ -21,6 +21,10 @@ def test_ac2_behind_a_gate_that_never_opens_is_prefix_grpo_bit_for_bit(launcher:
     for one, other in zip(gated, baseline, strict=True):
         shared = [name for name in reproducible(other) if not name.startswith("perf/")]
         assert len(shared) > 25 and {name: one[name] for name in shared} == {name: other[name] for name in shared}
+    launcher.run(tmp_path / "grpo", "sampling.routing=grpo", *closed, "run.num_steps=1").passed()
+    (bare,) = steps(tmp_path / "grpo")  # the same problems, drawn with the same seeds
+    shared = [name for name in bare if name.startswith(("actor/", "mismatch/", "share/", "train/endpoint"))]
+    assert len(shared) > 20 and {name: bare[name] for name in shared} == {name: gated[0][name] for name in shared}
 
 
 def test_late_reshards_leave_old_weights_in_the_engine_until_they_are_due(launcher: Launcher, tmp_path: Path) -> None:

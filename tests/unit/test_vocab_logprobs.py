@@ -15,7 +15,6 @@ from megatron_ac2.kernels.vocab_logprobs import (
     OUTSIDE_LOGPROB,
     restricted_logprobs,
     token_logprobs,
-    vocab_parallel_logprobs_and_entropy,
 )
 
 K = 4
@@ -84,13 +83,14 @@ def test_equals_float64_reference(monkeypatch, temperature, vocab_size, tile_ele
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_without_recorded_tokens_it_is_the_two_value_form():
-    logits, labels, _, _ = case()
+def test_recorded_tokens_change_nothing_of_the_others():
+    logits, labels, top_ids, _ = case()
     found = token_logprobs(logits, labels, None, 0.8, 19)
-    logprobs, entropy = vocab_parallel_logprobs_and_entropy(logits, labels, None, 0.8, 19)
-    assert found.top is None and torch.equal(found.labels, logprobs) and torch.equal(found.entropy, entropy)
+    assert found.top is None
     none = token_logprobs(logits, labels, None, 0.8, 19, torch.zeros(3, 5, 0, dtype=torch.int64))
-    assert none.top.shape == (3, 5, 0) and torch.equal(none.labels, logprobs)
+    assert none.top.shape == (3, 5, 0)
+    for other in (none, token_logprobs(logits, labels, None, 0.8, 19, top_ids)):
+        assert torch.equal(found.labels, other.labels) and torch.equal(found.entropy, other.entropy)
 
 
 def test_all_of_the_vocabulary_recorded_sums_to_one():
@@ -131,8 +131,8 @@ def test_gradcheck():
 def test_a_second_derivative_is_refused():
     logits, labels, _, _ = case()
     logits.requires_grad_()
-    logprobs, _ = vocab_parallel_logprobs_and_entropy(logits, labels, None, 1.0, 19)
-    (gradient,) = torch.autograd.grad(logprobs.square().sum(), logits, create_graph=True)
+    found = token_logprobs(logits, labels, None, 1.0, 19)
+    (gradient,) = torch.autograd.grad(found.labels.square().sum(), logits, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
 
