@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from megatron_ac2.algorithm.advantages import GRID_STEPS
 from megatron_ac2.algorithm.value_prompt import PROMPT_HASH
 from megatron_ac2.config import Config
 from megatron_ac2.data.graders import RuleGrader
@@ -19,6 +18,7 @@ from megatron_ac2.inputs import Inputs, read_inputs, stop_token_ids
 from megatron_ac2.model.build import build_model, wrap_ddp
 from megatron_ac2.model.checkpoint import CheckpointSaver, Kept, load_checkpoint
 from megatron_ac2.model.hf_weights import load_hf_weights
+from megatron_ac2.model.value_head import HEAD_OUTPUTS
 from megatron_ac2.parallel.topology import Topology, init_topology
 from megatron_ac2.perf import DecodingCost
 from megatron_ac2.rollout import Decoding, grade_responses
@@ -99,9 +99,9 @@ def _build_models(
         models["critic"] = critic
         optimizers["critic"] = SharedWeightsOptimizer(critic, {"critic": config.critic.optimizer}, dtype)
         if config.critic.fit == "nstep":
-            models["critic_snapshot"] = _load_model(
-                inputs.critic_hf_config, path, "value", topology, config, distributed, trained=False
-            )
+            # Without weights of its own: the critic makes it a copy of itself, a checkpoint brings the run's.
+            snapshot = _new_model(inputs.critic_hf_config, "value", topology, config)
+            models["critic_snapshot"] = snapshot.requires_grad_(False)
     return models, optimizers
 
 
@@ -171,10 +171,14 @@ def _load_model(
     trained: bool = True,
 ) -> torch.nn.Module:
     """The weights in `path`, as this rank's shard. One that is not trained has no gradient buffers."""
-    dtype = getattr(torch, config.model.dtype)
-    outputs = GRID_STEPS + 1 if head == "value" and config.critic.head == "two_hot" else 1
-    model = build_model(
-        hf_config, topology, config.parallel, dtype, head, config.megatron, config.run.seed, value_outputs=outputs
-    )
+    model = _new_model(hf_config, head, topology, config)
     load_hf_weights(model, hf_config, topology, path)
     return wrap_ddp(model, distributed) if trained else model.requires_grad_(False)
+
+
+def _new_model(hf_config: PretrainedConfig, head: str, topology: Topology, config: Config) -> torch.nn.Module:
+    dtype = getattr(torch, config.model.dtype)
+    return build_model(
+        hf_config, topology, config.parallel, dtype, head, config.megatron, config.run.seed,
+        value_outputs=HEAD_OUTPUTS[config.critic.head],
+    )  # fmt: skip

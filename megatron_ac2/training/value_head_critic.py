@@ -85,7 +85,7 @@ class ValueHeadCritic:
         if frozen and self.snapshot_model is None:
             raise RuntimeError("score_paths(frozen=True) needs a snapshot_model, and this critic has none")
         model = self.snapshot_model if frozen else self.model
-        kept = [index for index, state in enumerate(states) if self._fits(self.context_ids(state))]
+        kept = [index for index, state in enumerate(states) if self._fits(state)]
         paths: list[np.ndarray | None] = [None] * len(states)
         if kept:
             found = self._path_values(model, [states[i] for i in kept], [np.asarray(positions[i]) for i in kept])
@@ -121,7 +121,7 @@ class ValueHeadCritic:
         outside the response or given twice, and for targets, masks or old values that do not fit them.
         """
         examples = [example for example in examples if example.weight > 0 and len(example.positions)]
-        kept = [example for example in examples if self._fits(self.context_ids(example.state))]
+        kept = [example for example in examples if self._fits(example.state)]
         num_labels = sum(len(example.positions) for example in kept)
         counts = {"num_labels": float(num_labels), "num_skipped": float(len(examples) - len(kept))}
         microbatches = self._label_microbatches(kept)
@@ -147,13 +147,16 @@ class ValueHeadCritic:
 
     def context_ids(self, state: CriticState) -> np.ndarray:
         """What the critic reads: int32[(R + 1) + P + S]."""
+        return np.concatenate(self._context_parts(state)).astype(np.int32)
+
+    def _context_parts(self, state: CriticState) -> list[np.ndarray]:
         parts = [state.problem.prompt_ids, state.response_ids]
         if state.reference_ids is not None and self.config.use_references:
             parts = [state.reference_ids, np.array([self.separator_id]), *parts]
-        return np.concatenate(parts).astype(np.int32)
+        return parts
 
-    def _fits(self, context: np.ndarray) -> bool:
-        return 0 < len(context) <= self.max_context_len
+    def _fits(self, state: CriticState) -> bool:
+        return 0 < sum(map(len, self._context_parts(state))) <= self.max_context_len
 
     def _plan(self, contexts: Sequence[np.ndarray]) -> list[list[int]]:
         lengths = [len(ids) for ids in contexts]
