@@ -34,8 +34,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ac2.algorithm.objective import PolicyObjective, PolicyTokens, policy_loss  # noqa: E402
-from megatron_ac2.kernels.chunk_loss import Head, chunk_loss, tile_rows  # noqa: E402
+from megatron_ac2.kernels.chunk_loss import Head, chunk_loss  # noqa: E402
 from megatron_ac2.kernels.chunk_loss_backend import default_tile_bytes  # noqa: E402
+from megatron_ac2.kernels.chunk_loss_walk import tile_rows  # noqa: E402
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs, token_logprobs  # noqa: E402
 
 KINDS = ("gemms", "tiled", "tiled +entropy", "tiled +centering", "tiled bf16 grad", "naive", "twin", "liger")
@@ -44,7 +45,6 @@ VOCAB = 151_936
 NUM_TOP = 32
 SEQUENCE = 256
 GIB = 1 << 30
-TILE_BYTES = default_tile_bytes(torch.device("cpu"))
 TILE_BYTES = default_tile_bytes(torch.device("cpu"))
 
 

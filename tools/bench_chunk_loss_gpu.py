@@ -29,9 +29,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ac2.kernels.chunk_loss import tile_rows  # noqa: E402
 from megatron_ac2.kernels.chunk_loss_backend import default_tile_bytes  # noqa: E402
 from megatron_ac2.kernels.chunk_loss_tiled import VocabTile  # noqa: E402
+from megatron_ac2.kernels.chunk_loss_walk import tile_rows  # noqa: E402
 from tools.chunk_loss_inputs import Case  # noqa: E402
 
 KINDS = ("gemms", "triton", "triton +entropy", "triton +centering", "tiled", "compiled", "naive", "liger")

@@ -69,6 +69,15 @@ class VocabTile:
         if not self.keep_logits:
             tile[: self.columns].exp_()
 
+    def keep(self, rows: Tensor) -> None:
+        """Leave only these of the tile's rows, ascending, int64[m]: `gradients` is then about them."""
+        if not self.columns:
+            return
+        wide, narrow = self._tile(len(self._reference)), self._tile(len(rows))
+        for block in [*self._blocks(), slice(self.columns, self.columns + 1)]:
+            narrow[block] = wide[block].index_select(1, rows)  # what it overwrites has been moved before
+        self._reference = self._reference[rows]
+
     def gradients(
         self, hidden: Tensor, ids: Tensor, slopes: Tensor, entropy_slopes: Tensor, log_norm: tuple[Tensor, Tensor],
         entropy: Tensor, weight_gradient: Tensor | None, need_hidden: bool,

@@ -25,6 +25,7 @@ from megatron_ac2.kernels.vocab_shards import NO_COLUMNS, NUM_STATISTICS, merged
 _SAMPLE = 256  # logits a row that the reference c is taken from
 _MAX_EXCESS = 34.0  # of the maximum over c, in nats: beyond, c was a poor guess
 _ALIGN = 64  # elements between rows of the tile: cuBLAS wants them aligned, whatever the vocabulary
+_MOVED_AT_ONCE = 512  # rows of the tile
 _ELEMENTS = 4096  # of the tile, a program of the entropy pass
 
 
@@ -92,6 +93,15 @@ class TritonTile:
         self._reference = log_norm.float()
         if self.columns and len(hidden):
             self._multiply(hidden.contiguous(), self._reference)
+
+    def keep(self, rows: Tensor) -> None:
+        """Leave only these of the tile's rows, ascending, int64[m]: `gradients` is then about them."""
+        if not self.columns:
+            return
+        for start in range(0, len(rows), _MOVED_AT_ONCE):  # what it overwrites has been moved before
+            moved = rows[start : start + _MOVED_AT_ONCE]
+            self._buffer[start : start + len(moved)] = self._buffer[moved]
+        self._reference = self._reference[rows]
 
     def gradients(
         self, hidden: Tensor, ids: Tensor, slopes: Tensor, entropy_slopes: Tensor, log_norm: tuple[Tensor, Tensor],

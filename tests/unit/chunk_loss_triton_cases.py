@@ -30,6 +30,7 @@ class Case:
     temperature: float = 1.0
     tile_rows: int = 100
     every: int = 1  # rows: each second, ...
+    dead: int = 0  # each second row, ..., gets no slope
     scale: float = 1.0  # of the logits
     peak: float = 0.0  # of one logit that no sample sees
 
@@ -49,6 +50,9 @@ CASES = {
     "several tiles": Case(tokens=37, tile_rows=16),
     "several tiles, bf16": Case(dtype=torch.bfloat16, tokens=37, tile_rows=16),
     "some rows": Case(tokens=9, every=2),
+    "few live rows": Case(tokens=37, tile_rows=16, dead=2),
+    "few live rows, bf16": Case(PolicyObjective(score_centering=True), torch.bfloat16, top=4, tokens=37, dead=2),
+    "few live rows, two walks": Case(None, top=4, tokens=21, tile_rows=16, dead=2),
     "whole blocks": Case(tokens=32, vocab=48, width=48, hidden=32),
     "one token": Case(tokens=1),
     "no token": Case(tokens=0),
@@ -84,6 +88,8 @@ class Inputs:
         self.hidden, self.weight = hidden.to(device, case.dtype), weight.to(device, case.dtype)
         self.rows, self.labels, self.top_ids = (x.to(device) for x in (self.rows, self.labels, self.top_ids))
         self.signs, self.noise = normal(case.tokens).to(device), 0.3 * normal(case.tokens).to(device)
+        if case.dead:
+            self.signs[:: case.dead] = 0.0
         exact = self.exact(self.hidden.double(), self.weight.double())
         self.proximal = exact.labels - self.noise[self.rows]
         self.behavior_top = None if exact.top is None else exact.top - 0.2

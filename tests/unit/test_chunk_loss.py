@@ -291,16 +291,29 @@ def test_rows_left_out_are_not_read():
     assert (results[1][1][::2] == 0).all() and results[1][1].isfinite().all()
 
 
-def test_tiles_without_a_slope_do_no_work(monkeypatch):
-    calls = []
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("token_local", [True, False])
+def test_rows_without_a_slope_cost_no_gradient_product(monkeypatch, token_local, with_entropy):
+    counts = []
     real = tiled.VocabTile.gradients
-    monkeypatch.setattr(tiled.VocabTile, "gradients", lambda *a, **k: calls.append(1) or real(*a, **k))
-    slopes = torch.zeros(T, 2 + K, dtype=torch.float64)
-    slopes[20, 0] = 1.0
-    for token_local in (True, False):
-        calls.clear()
-        _, gradients = fused(torch.float64, weighted(slopes), tile_rows=8, token_local=token_local)
-        assert len(calls) == 1 and gradients["hidden"].norm(dim=1).nonzero().tolist() == [[20]]
+
+    def count(self, hidden, *arguments):
+        counts.append(len(hidden))
+        return real(self, hidden, *arguments)
+
+    monkeypatch.setattr(tiled.VocabTile, "gradients", count)
+    factors = coefficients(with_entropy=with_entropy)
+    factors[::2] = 0.0
+    factors[16:32] = 0.0
+    factors[20, 0] = 1.0
+    evaluate = weighted(factors)
+    options = {"token_local": token_local, "entropy_gradient": with_entropy}
+    for dtype in TOLERANCE:
+        counts.clear()
+        found, gradients = fused(dtype, evaluate, tile_rows=16, **options)
+        assert counts == [8, 1, 8, 2]  # of tiles of 16, 16, 16 and 5 rows
+        assert_near(gradients, materialised(evaluate, factors)[2], TOLERANCE[dtype])
+        assert torch.equal(gradients["hidden"].any(1), factors.any(1))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
