@@ -258,3 +258,9 @@ def num_recorded_logprobs(config: Config, vocab_size: int) -> int:
     head = config.actor.score_centering.top_k if config.actor.score_centering.enabled else 0
     support = config.sampling.top_k + _TIED_TOKENS if config.sampling.top_k else 0
     return min(max(head, support), vocab_size)
+
+
+def critic_kind(config: Config) -> str:
+    """generative, value_head, or none: the baselines without an estimator that reads values have no critic."""
+    reads_values = config.sampling.routing == "ac2" or config.estimator.kind in ("gae", "brace", "rfpo")
+    return config.critic.kind if reads_values else "none"

@@ -23,7 +23,7 @@ from rich.console import Console
 from megatron_ac2.config import Config
 from megatron_ac2.config_checks import warnings_for
 from megatron_ac2.config_file import load_config, split_arguments
-from megatron_ac2.perf import GIB, DecodingCost, device_memory, trainer_bytes
+from megatron_ac2.perf import device_memory, gib
 from megatron_ac2.types import UserError
 
 Level = Literal["ok", "note", "warning", "error"]
@@ -173,22 +173,25 @@ def check_model(config: Config, on_gpu: bool) -> Iterator[Finding]:
         layout += check_world(config.parallel, world_size)
     yield from (Finding("error", "parallel", text) for text in dict.fromkeys(layout))
     if not layout:
-        yield _trainer_memory(config, hf_config, world_size, on_gpu)
+        yield _memory(config, world_size, on_gpu)
 
 
-def _trainer_memory(config: Config, hf_config: object, world_size: int, on_gpu: bool) -> Finding:
-    model_parallel = config.parallel.tensor * config.parallel.pipeline
-    data_ranks = max(1, world_size // model_parallel)
-    needed = trainer_bytes(DecodingCost.num_parameters(hf_config), config, model_parallel, data_ranks)
-    text = f"about {gib(needed)} a rank for weights, gradients and optimizer states, without activations"
+def _memory(config: Config, world_size: int, on_gpu: bool) -> Finding:
+    from megatron_ac2.memory.question import read_question
+
+    try:
+        plan = read_question(config, world_size).plan()
+    except UserError as error:  # of a critic's model
+        return Finding("error", "memory", "; ".join(error.problems))
+    stage = plan.worst
+    text = (
+        f"{gib(stage.state_bytes)} a rank for weights, gradients and optimizer states, {gib(stage.peak_bytes)} in "
+        f"{stage.worst_phase}, and {plan.utilization:.0%} of the card for the engine (python -m megatron_ac2.memory)"
+    )
     if not on_gpu:
-        return Finding("note", "memory", f"{text}, with one data-parallel rank" if data_ranks == 1 else text)
+        return Finding("note", "memory", f"on GPUs: {text}")
     total = device_memory(0)[1]
-    return Finding("error" if needed > total else "ok", "memory", f"{text}, of {gib(total)}")
-
-
-def gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / GIB * 1024:.0f} MiB"
+    return Finding("ok" if plan.problem(total) is None else "warning", "memory", f"{text}, of {gib(total)}")
 
 
 def diagnose(paths: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> list[Finding]:

@@ -13,12 +13,11 @@ import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from megatron_ac2.algorithm.value_prompt import build_value_prompt
-from megatron_ac2.config import Config
+from megatron_ac2.config import Config, critic_kind
 from megatron_ac2.data.graders import ungradable
 from megatron_ac2.data.problems import load_problems
 from megatron_ac2.model.build import check_layout, load_hf_config, transformer_config
 from megatron_ac2.parallel.topology import check_world
-from megatron_ac2.state import critic_kind
 from megatron_ac2.training.value_head_critic import context_problems
 from megatron_ac2.types import Problem, UserError
 

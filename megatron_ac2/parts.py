@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from megatron_ac2.algorithm.value_prompt import PROMPT_HASH
-from megatron_ac2.config import Config
+from megatron_ac2.config import Config, critic_kind
 from megatron_ac2.data.graders import RuleGrader
 from megatron_ac2.engine.engine import ColocatedEngine
 from megatron_ac2.inputs import Inputs, read_inputs, stop_token_ids
@@ -22,7 +22,7 @@ from megatron_ac2.model.value_head import HEAD_OUTPUTS
 from megatron_ac2.parallel.topology import Topology, init_topology
 from megatron_ac2.perf import DecodingCost
 from megatron_ac2.rollout import Decoding, grade_responses
-from megatron_ac2.state import RunState, critic_kind, identity
+from megatron_ac2.state import RunState, identity
 from megatron_ac2.training.actor import Actor
 from megatron_ac2.training.generative_critic import GenerativeCritic
 from megatron_ac2.training.optimizer import SharedWeightsOptimizer

@@ -12,8 +12,6 @@ from typing import Any
 import psutil
 import torch
 
-from megatron_ac2.config import Config, OptimizerConfig
-
 GIB = 1024**3
 
 
@@ -44,12 +42,6 @@ class DecodingCost:
             per_attended=4 * layers * num_heads * head_dim,
         )
 
-    @classmethod
-    def num_parameters(cls, hf_config: Any) -> int:
-        """Matrix parameters: those that A counts, and the embedding where it is not the output matrix as well."""
-        embedding = 0 if hf_config.tie_word_embeddings else hf_config.hidden_size * hf_config.vocab_size
-        return cls.of(hf_config).per_token // 2 + embedding
-
     def flops(self, num_context: int, num_new: int) -> int:
         """One request: `num_context` prompt and prefix tokens, `num_new` generated ones. Exact, in integers.
 
@@ -65,25 +57,8 @@ class DecodingCost:
         return sum(self.flops(int(num_context), int(num_new)) for num_context, num_new in lengths)
 
 
-def trainer_bytes(num_parameters: int, config: Config, model_parallel: int, data_ranks: int) -> float:
-    """Bytes a rank holds for weights, gradients and optimizer states of actor and critic; activations come on top.
-
-    Weights in `model.dtype`, gradients in fp32, Adam's two moments in fp32, and an fp32 copy of bf16 weights; moments
-    and copy are shared out over data-parallel ranks if the optimizer is distributed. The generative critic adds a
-    second set of moments, the value head a model of its own, taken to be of the actor's size.
-    """
-    mixed = config.model.dtype == "bfloat16"
-    weights_and_gradients = (2 if mixed else 4) + 4
-
-    def states(optimizer: OptimizerConfig, num_bytes: int) -> float:
-        return num_bytes / (data_ranks if optimizer.distributed else 1)
-
-    per_parameter = weights_and_gradients + states(config.actor.optimizer, 12 if mixed else 8)
-    if config.sampling.routing == "ac2" and config.critic.kind == "generative":
-        per_parameter += states(config.critic.optimizer, 8)
-    elif config.sampling.routing == "ac2":
-        per_parameter += weights_and_gradients + states(config.critic.optimizer, 12 if mixed else 8)
-    return per_parameter * num_parameters / model_parallel
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / GIB * 1024:.0f} MiB"
 
 
 class PhaseTimer:

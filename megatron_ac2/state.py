@@ -12,7 +12,7 @@ from megatron_ac2.algorithm.readiness import Readiness
 from megatron_ac2.algorithm.references import ReferenceBank
 from megatron_ac2.algorithm.replay import ReplayBuffer, TargetBuffer
 from megatron_ac2.algorithm.rfpo import Calibration
-from megatron_ac2.config import Config
+from megatron_ac2.config import Config, critic_kind
 from megatron_ac2.data.problems import ProblemStream, describe_problems
 from megatron_ac2.types import Problem
 
@@ -71,12 +71,6 @@ class RunState:
 
 
 _STATEFUL = ("stream", "replay", "targets", "references", "readiness", "entropy_clip", "critic_lr")
-
-
-def critic_kind(config: Config) -> str:
-    """generative, value_head, or none: the baselines without an estimator that reads values have no critic."""
-    reads_values = config.sampling.routing == "ac2" or config.estimator.kind in ("gae", "brace", "rfpo")
-    return config.critic.kind if reads_values else "none"
 
 
 def identity(

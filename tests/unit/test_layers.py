@@ -17,7 +17,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"algorithm", "data"}),
     frozenset({"parallel"}),
     frozenset({"model", "kernels", "metrics", "console", "perf", "plots"}),
-    frozenset({"training", "engine"}),
+    frozenset({"training", "engine", "memory"}),
 )
 TOP = len(LAYERS)  # every other module at the top level is a part of an entry point
 LIGHT = ("algorithm", "data")

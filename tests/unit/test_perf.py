@@ -10,8 +10,7 @@ import psutil
 import pytest
 import torch
 
-from megatron_ac2.config import Config
-from megatron_ac2.perf import GIB, DecodingCost, PhaseTimer, memory_metrics, trainer_bytes
+from megatron_ac2.perf import GIB, DecodingCost, PhaseTimer, memory_metrics
 
 QWEN3_4B = SimpleNamespace(
     num_hidden_layers=36, hidden_size=2560, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
@@ -61,23 +60,6 @@ def test_flops_of_a_long_run_stay_exact_integers():
     flops = DecodingCost.of(QWEN3_4B).flops(512, 50_000)
     assert isinstance(flops, int)
     assert flops == 8_044_544_000 * 49_999 + 589_824 * (49_999 * 512 + 49_999 * 50_000 // 2)
-
-
-def test_parameters_counted_once_when_tied():
-    # Qwen3-4B without its norms: 36 layers of 100,925,440 and one matrix of 2560 x 151,936.
-    assert DecodingCost.num_parameters(QWEN3_4B) == 36 * 100_925_440 + 388_956_160
-    assert DecodingCost.num_parameters(TINY) == 200 + 40
-
-
-def test_trainer_bytes_by_hand():
-    config = Config()  # bf16, distributed optimizer, generative critic
-    # 2 + 4 for weights and gradients; (12 + 8) / 4 for two sets of moments and one fp32 copy
-    assert trainer_bytes(1000, config, model_parallel=2, data_ranks=4) == (6 + 20 / 4) * 1000 / 2
-    config.sampling.routing = "grpo"
-    config.actor.optimizer.distributed = False
-    assert trainer_bytes(1000, config, model_parallel=1, data_ranks=4) == (6 + 12) * 1000
-    config.sampling.routing, config.critic.kind, config.model.dtype = "ac2", "value_head", "float32"
-    assert trainer_bytes(1000, config, model_parallel=1, data_ranks=8) == (8 + 8 + 8 + 1) * 1000
 
 
 def test_phases_add_up_and_the_step_covers_them():

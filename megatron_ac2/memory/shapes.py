@@ -1,0 +1,123 @@
+"""The parameters a rank holds, by pipeline stage: names, shapes and order as Megatron builds them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from megatron_ac2.config import ParallelConfig
+from megatron_ac2.model.build import padded_vocab_size
+from megatron_ac2.model.families import family_of
+from megatron_ac2.model.hf_table import head_dim
+from megatron_ac2.model.value_head import HEAD_OUTPUTS
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of this rank's shard. `shared_embedding`: one of two copies, on the first and the last stage."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shared_embedding: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of layers that one model of a pipeline stage holds; `first` has the embedding, `last` the output layer."""
+
+    num_layers: int
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Sizes of one layer on one tensor rank, in numbers a token."""
+
+    hidden: int
+    query: int
+    key_value: int  # both
+    ffn: int
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    qk_norm: bool
+
+    @classmethod
+    def of(cls, hf_config: PretrainedConfig, tensor: int) -> Widths:
+        size = head_dim(hf_config)
+        heads, groups = hf_config.num_attention_heads // tensor, hf_config.num_key_value_heads // tensor
+        return cls(
+            hidden=hf_config.hidden_size, query=heads * size, key_value=2 * groups * size,
+            ffn=hf_config.intermediate_size // tensor, num_heads=heads, num_groups=groups, head_dim=size,
+            qk_norm=bool(family_of(hf_config).megatron_fields["qk_layernorm"]),
+        )  # fmt: skip
+
+
+def stage_chunks(hf_config: PretrainedConfig, parallel: ParallelConfig, stage: int) -> list[Chunk]:
+    """What pipeline rank `stage` holds: one chunk, or with an interleaved pipeline every `pipeline`-th one."""
+    interleaved = virtual_pipeline(parallel)
+    num_layers = hf_config.num_hidden_layers // (parallel.pipeline * interleaved)
+    places = [stage + turn * parallel.pipeline for turn in range(interleaved)]
+    return [Chunk(num_layers, place == 0, place == parallel.pipeline * interleaved - 1) for place in places]
+
+
+def virtual_pipeline(parallel: ParallelConfig) -> int:
+    """Chunks a pipeline rank holds."""
+    return getattr(parallel, "virtual_pipeline", None) or 1
+
+
+def chunk_parameters(
+    hf_config: PretrainedConfig, parallel: ParallelConfig, dtype: torch.dtype, chunk: Chunk, value_head: str | None
+) -> list[Parameter]:
+    """In the order of Megatron's `named_parameters`. `value_head`: what critic.head names, None for a language model.
+
+    With Transformer Engine a norm is named and ordered as part of the linear layer after it; sizes are the same.
+    """
+    rows = padded_vocab_size(hf_config, parallel.tensor) // parallel.tensor
+    vocab = (rows, hf_config.hidden_size)
+    tied = bool(hf_config.tie_word_embeddings) and value_head is None
+    shared = tied and parallel.pipeline > 1
+    found = []
+    if chunk.first:
+        found.append(Parameter("embedding.word_embeddings.weight", vocab, dtype, shared))
+    for layer in range(chunk.num_layers):
+        found += [Parameter(f"decoder.layers.{layer}.{name}", shape, dtype)
+                  for name, shape in _layer_shapes(hf_config, parallel.tensor)]  # fmt: skip
+    if chunk.last:
+        found.append(Parameter("decoder.final_layernorm.weight", (hf_config.hidden_size,), dtype))
+        if value_head is not None:
+            head = (HEAD_OUTPUTS[value_head], hf_config.hidden_size)
+            found.append(Parameter("output_layer.weight", head, torch.float32))
+        elif not (tied and chunk.first):
+            found.append(Parameter("output_layer.weight", vocab, dtype, shared))
+    return found
+
+
+def _layer_shapes(hf_config: PretrainedConfig, tensor: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of those that the model's family has."""
+    w = Widths.of(hf_config, tensor)
+    shapes = {
+        "input_layernorm.weight": (w.hidden,),
+        "self_attention.linear_proj.weight": (w.hidden, w.query),
+        "self_attention.linear_qkv.weight": (w.query + w.key_value, w.hidden),
+        "self_attention.linear_qkv.bias": (w.query + w.key_value,),
+        "self_attention.q_layernorm.weight": (w.head_dim,),
+        "self_attention.k_layernorm.weight": (w.head_dim,),
+        "pre_mlp_layernorm.weight": (w.hidden,),
+        "mlp.linear_fc1.weight": (2 * w.ffn, w.hidden),
+        "mlp.linear_fc2.weight": (w.hidden, w.ffn),
+    }
+    names = {rule.megatron for rule in family_of(hf_config).layer_rules}
+    if unknown := sorted(names - shapes.keys()):
+        raise NotImplementedError(f"memory/shapes.py: no shape for {unknown}")
+    yield from ((name, shape) for name, shape in shapes.items() if name in names)
