@@ -39,6 +39,8 @@ class ParallelConfig:
     tensor: int = 1
     pipeline: int = 1
     sequence: bool = False  # sequence parallel; needs tensor > 1
+    expert: int = 1  # a model's experts are shared out over so many ranks, most of them data-parallel ones
+    expert_tensor: int | None = None  # over how many ranks one expert is cut; null: as `tensor`
 
 
 @dataclass

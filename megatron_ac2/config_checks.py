@@ -33,6 +33,7 @@ CHOICES = {
 # A field that is null has no range.
 _POSITIVE = (
     "run.num_steps", "run.keep_checkpoints", "run.timeout_minutes", "parallel.tensor", "parallel.pipeline",
+    "parallel.expert", "parallel.expert_tensor",
     "actor.num_minibatches", "actor.max_tokens_per_microbatch", "actor.optimizer.lr", "actor.asympo_floor",
     "actor.score_centering.top_k", "critic.optimizer.lr", "critic.batch_size", "critic.updates_per_step",
     "critic.max_tokens_per_microbatch", "critic.max_value_tokens", "critic.value_clip", "critic.nstep_max",

@@ -103,8 +103,8 @@ def identity(
 
 _ARCHITECTURE = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "intermediate_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "vocab_size", "rms_norm_eps",
-    "tie_word_embeddings",
+    "intermediate_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+    "decoder_sparse_step", "mlp_only_layers", "vocab_size", "rms_norm_eps", "tie_word_embeddings",
 )  # fmt: skip
 
 

@@ -12,11 +12,15 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig, PretrainedConfig
 
 from megatron_ac2.config import ParallelConfig
+from megatron_ac2.model.experts import expert_fields, expert_problems, layout_problems, refused_fields, sparse_layers
 from megatron_ac2.model.families import family_of, refusals
 from megatron_ac2.model.hf_table import head_dim
 from megatron_ac2.model.hidden_head import HiddenModel
@@ -53,7 +57,9 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
     except Exception as error:
         raise UserError(f"{folder / 'config.json'}: cannot be read: {error}") from error
     try:
-        problems = refusals(family_of(hf_config), hf_config) + rope_problems(hf_config)
+        family = family_of(hf_config)
+        problems = refusals(family, hf_config) + rope_problems(hf_config)
+        problems += expert_problems(hf_config) if family.expert_rules else []
     except UserError as error:
         problems = error.problems
     if problems:
@@ -75,8 +81,9 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> list[
     counts = {
         "attention heads": hf_config.num_attention_heads,
         "key-value heads": hf_config.num_key_value_heads,
-        "feed-forward channels": hf_config.intermediate_size,
     }
+    if not all(sparse_layers(hf_config)):
+        counts["feed-forward channels"] = hf_config.intermediate_size
     problems = [
         f"parallel.tensor: found {parallel.tensor}, model has {count} {name}; accepted: divisors of {count}"
         for name, count in counts.items()
@@ -89,7 +96,7 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> list[
         )
     if parallel.sequence and parallel.tensor == 1:
         problems.append("parallel.sequence: found true with parallel.tensor 1; sequence parallel needs tensor > 1")
-    return problems
+    return problems + layout_problems(hf_config, parallel)
 
 
 def has_transformer_engine() -> bool:
@@ -111,7 +118,7 @@ def transformer_config(
     """
     derived = _derived_fields(hf_config, parallel, dtype)
     extra = dict(extra or {})
-    problems = _extra_errors(extra, derived)
+    problems = _extra_errors(extra, derived) + refused_fields(extra)
     if problems:
         raise UserError(problems)
     platform = {} if torch.cuda.is_available() else _CPU_FIELDS
@@ -144,6 +151,7 @@ def _derived_fields(hf_config: PretrainedConfig, parallel: ParallelConfig, dtype
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
         "sequence_parallel": parallel.sequence,
+        **expert_fields(hf_config, parallel, grouped=torch.cuda.is_available()),
         "calculate_per_token_loss": True,
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths asks for it, of dense models too
@@ -216,6 +224,8 @@ def _layer_spec(config: TransformerConfig, topology: Topology) -> Any:
             "transformer_engine: not installed; training on CUDA needs it (packed sequences and sequence parallel); "
             "see requirements.txt, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on CPU"
         )
+    if config.num_moe_experts:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
 
 

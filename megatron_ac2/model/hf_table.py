@@ -9,12 +9,15 @@ from dataclasses import replace
 import torch
 from transformers import PretrainedConfig
 
+from megatron_ac2.model.experts import sparse_layers
 from megatron_ac2.model.families import Cut, Rule, family_of
 from megatron_ac2.types import UserError
 
 VALUE_HEAD = "value_head.weight"
 LM_HEAD = "lm_head.weight"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+# One module an expert, or with grouped GEMMs one for all of a rank's, with a weight each.
+_EXPERT = re.compile(r"^mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)$")
 _MODEL_RULES = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab"),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "whole"),
@@ -36,29 +39,45 @@ class Table:
         self.tied = bool(hf_config.tie_word_embeddings)
         self._head_dim = head_dim(hf_config)
         self._queries_per_group: int = hf_config.num_attention_heads // hf_config.num_key_value_heads
+        self.num_experts: int = getattr(hf_config, "num_experts", None) or 0
+        self._sparse = sparse_layers(hf_config)
+        self._family = family_of(hf_config)
+        rules = self._family.layer_rules + self._family.dense_rules + self._family.expert_rules
+        self._layer_rules = {rule.megatron: rule for rule in rules}
         self._model_rules = {rule.megatron: rule for rule in _MODEL_RULES}
-        self._layer_rules = {rule.megatron: rule for rule in family_of(hf_config).layer_rules}
 
     def hf_names(self, with_lm_head: bool) -> list[str]:
         """Every tensor of the model's HF file: the trunk, and the LM head if asked for and not tied."""
-        parts = [part for rule in self._layer_rules.values() for part in rule.parts]
-        layers = [f"model.layers.{layer}.{part}" for layer in range(self.num_layers) for part in parts]
+        family = self._family
+        layers = [
+            f"model.layers.{layer}.{part.format(expert=expert)}"
+            for layer, sparse in enumerate(self._sparse)
+            for rule in family.layer_rules + (family.expert_rules if sparse else family.dense_rules)
+            for expert in range(self.num_experts if rule.of_expert else 1)
+            for part in rule.parts
+        ]
         lm_head = [LM_HEAD] if with_lm_head and not self.tied else []
         return ["model.embed_tokens.weight", *layers, "model.norm.weight", *lm_head]
 
-    def rule(self, megatron_name: str, first_layer: int) -> Rule:
-        """The rule for a parameter of a stage whose layer 0 is the model's layer `first_layer`, HF names in full.
+    def rule(self, megatron_name: str, first_layer: int, first_expert: int = 0) -> Rule:
+        """The rule for a parameter, HF names in full: of a stage whose layer 0 is the model's layer `first_layer`, on a
+        rank whose expert 0 is the model's expert `first_expert`.
 
         Raises `UserError` for a name that is not in the table.
         """
         match = _LAYER.match(megatron_name)
         local = match.group(2) if match else megatron_name
+        of_expert = _EXPERT.match(local) if match else None
+        if of_expert:
+            local = f"mlp.experts.{of_expert.group(2)}"
         rule = (self._layer_rules if match else self._model_rules).get(_ALIASES.get(local, local))
         if rule is None:
             raise UserError(f"{megatron_name}: this Megatron parameter is not in the tables of model/families.py")
         if match:
             layer = int(match.group(1)) + first_layer
-            return replace(rule, parts=tuple(f"model.layers.{layer}.{part}" for part in rule.parts))
+            expert = first_expert + int(of_expert.group(1) or of_expert.group(3)) if of_expert else None
+            parts = tuple(f"model.layers.{layer}.{part.format(expert=expert)}" for part in rule.parts)
+            return replace(rule, parts=parts)
         if self.tied and rule.parts == (LM_HEAD,):  # the last stage's own copy of the embedding
             return replace(rule, parts=("model.embed_tokens.weight",))
         return rule

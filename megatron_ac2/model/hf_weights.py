@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from transformers import PretrainedConfig
 
 from megatron_ac2.model.families import Cut, Rule
 from megatron_ac2.model.hf_files import VALUE_HEAD_FILE, HfFolderWriter, HfReader, copy_tokenizer
+from megatron_ac2.model.hf_gather import Entry, cut_degree, from_stage, gather
 from megatron_ac2.model.hf_table import LM_HEAD, VALUE_HEAD, Table, cut_dim
 from megatron_ac2.model.value_head import HEAD_OUTPUTS, ValueModel
 from megatron_ac2.parallel.collectives import broadcast_object, gather_objects
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.types import UserError
 
+_FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _VALUE_HEAD_RULE = Rule("output_layer.weight", (VALUE_HEAD,), "whole")
 
 
@@ -41,16 +43,16 @@ def _load_stage(model: GPTModel, table: Table, reader: HfReader, topology: Topol
     problems = _name_errors(table, reader, isinstance(model, ValueModel))
     if problems:
         raise UserError(problems)
-    for rule, parameter in _ruled_parameters(model, table):
+    for rule, parameter in _ruled_parameters(model, table, topology, topology.expert_rank):
         if rule is _VALUE_HEAD_RULE and VALUE_HEAD not in reader.names:
             continue
         shapes = [piece.shape for piece in table.unfuse(rule, parameter.detach().to("meta"))]
-        found = _shape_errors(table, reader, rule, shapes, topology.tensor)
+        found = _shape_errors(table, reader, rule, shapes, cut_degree(rule.of_expert, topology))
         problems += found
         if not found:
+            rank = topology.expert_tensor_rank if rule.of_expert else topology.tensor_rank
             read = [
-                _read_piece(reader, name, rule.cut, shape, topology.tensor_rank)
-                for name, shape in zip(rule.parts, shapes, strict=True)
+                _read_piece(reader, name, rule.cut, shape, rank) for name, shape in zip(rule.parts, shapes, strict=True)
             ]
             with torch.no_grad():
                 parameter.copy_(table.fuse(rule, read))
@@ -64,23 +66,21 @@ def export_hf_weights(
     """Yield every (HF name, full tensor) on every rank, in the same order. A collective: run it to the end everywhere.
 
     A tied LM head is not yielded; a value head is, as "value_head.weight". The tensors live on the model's device and
-    may be the live parameters themselves: copy what you keep, and change nothing.
+    may be the live parameters themselves: copy what you keep, and change nothing. Of experts, those in the same place
+    on their ranks come one after another; one matrix of each of them is in memory at once.
     """
     model = unwrap(model)
     table = Table(hf_config)
-    own = _manifest(model, table)
+    own = _manifest(model, table, topology)
     for stage, entries in enumerate(gather_objects(own, topology.pg.pp)):
-        pieces = _pieces(model, table) if stage == topology.pipeline_rank else None
-        for name, cut, shape, dtype in entries:
+        pieces = _pieces(model, table, topology) if stage == topology.pipeline_rank else None
+        for entry in entries:
             with torch.no_grad():
-                if pieces is not None:
-                    full = _gather(next(pieces), cut, table, topology)
-                else:
-                    full_shape = table.full_shape(cut, shape, topology.tensor)
-                    full = torch.empty(full_shape, dtype=dtype, device=topology.device)
-                if topology.pipeline > 1:
-                    dist.broadcast(full, src=dist.get_global_rank(topology.pg.pp, stage), group=topology.pg.pp)
-            yield name, full
+                gathered = gather(next(pieces), entry, table, topology) if pieces is not None else None
+            for index, name in enumerate(entry.names):
+                with torch.no_grad():
+                    full = from_stage(gathered and gathered[index], entry, stage, table, topology)
+                yield name, full
 
 
 def save_hf(
@@ -133,49 +133,53 @@ def _write_folder(
         writer.commit()
 
 
-def _ruled_parameters(model: GPTModel, table: Table) -> Iterator[tuple[Rule, torch.nn.Parameter]]:
+def _ruled_parameters(
+    model: GPTModel, table: Table, topology: Topology, expert_rank: int
+) -> Iterator[tuple[Rule, torch.nn.Parameter]]:
+    """This rank's parameters with their rules; of experts, with the rules that they have on `expert_rank`."""
     first_layer = model.decoder.layers[0].layer_number - 1
+    first_expert = expert_rank * (table.num_experts // topology.expert)
     for name, parameter in model.named_parameters():
         if isinstance(model, ValueModel) and name == _VALUE_HEAD_RULE.megatron:
             yield _VALUE_HEAD_RULE, parameter
         else:
-            yield table.rule(name, first_layer), parameter
+            yield table.rule(name, first_layer, first_expert), parameter
 
 
-def _exported(model: GPTModel, table: Table) -> Iterator[tuple[Rule, torch.nn.Parameter]]:
-    for rule, parameter in _ruled_parameters(model, table):
+def _exported(
+    model: GPTModel, table: Table, topology: Topology, expert_rank: int = 0
+) -> Iterator[tuple[Rule, torch.nn.Parameter]]:
+    for rule, parameter in _ruled_parameters(model, table, topology, expert_rank):
         copy_of_embedding = rule.megatron == "output_layer.weight" and table.tied and rule is not _VALUE_HEAD_RULE
         if not copy_of_embedding:
             yield rule, parameter
 
 
-def _manifest(model: GPTModel, table: Table) -> list[tuple[str, Cut, tuple[int, ...], torch.dtype]]:
-    """(HF name, cut, shape of this rank's piece, dtype) of this stage's tensors, in the order of `_pieces`."""
-    return [
-        (name, rule.cut, tuple(piece.shape), piece.dtype)
-        for rule, parameter in _exported(model, table)
-        for name, piece in zip(rule.parts, table.unfuse(rule, parameter.detach().to("meta")), strict=True)
-    ]
+def _manifest(model: GPTModel, table: Table, topology: Topology) -> list[Entry]:
+    """Of this stage's tensors, in the order of `_pieces`."""
+    ranks = [_exported(model, table, topology, rank) for rank in range(topology.expert)]
+    entries = []
+    for placed in zip(*ranks, strict=True):
+        rule, parameter = placed[0]
+        rules = [other for other, _ in placed] if rule.of_expert else [rule]
+        names = zip(*(other.parts for other in rules), strict=True)
+        for piece, named in zip(table.unfuse(rule, parameter.detach().to("meta")), names, strict=True):
+            entries.append(Entry(named, rule.cut, rule.of_expert, tuple(piece.shape), piece.dtype))
+    return entries
 
 
-def _pieces(model: GPTModel, table: Table) -> Iterator[torch.Tensor]:
-    for rule, parameter in _exported(model, table):
+def _pieces(model: GPTModel, table: Table, topology: Topology) -> Iterator[torch.Tensor]:
+    for rule, parameter in _exported(model, table, topology):
         yield from table.unfuse(rule, parameter.detach())
 
 
-def _gather(piece: torch.Tensor, cut: Cut, table: Table, topology: Topology) -> torch.Tensor:
-    """This rank's piece -> the full HF tensor, contiguous, without the padded rows of the vocabulary."""
-    if cut != "whole" and topology.tensor > 1:
-        piece = piece.contiguous()
-        pieces = [torch.empty_like(piece) for _ in range(topology.tensor)]
-        dist.all_gather(pieces, piece, group=topology.pg.tp)
-        piece = torch.cat(pieces, dim=cut_dim(cut))
-    if cut == "vocab":
-        piece = piece[: table.vocab_size]
-    return piece.contiguous()
-
-
 def _name_errors(table: Table, reader: HfReader, value: bool) -> list[str]:
+    fused = sorted(name for name in reader.names if _FUSED_EXPERTS.search(name))
+    if fused:
+        return [
+            f"{fused[0]}: found in {reader.folder}, experts fused in one tensor (transformers 5 can save so, with "
+            "save_original_format=False); accepted: one tensor an expert and projection, as published"
+        ]
     expected = set(table.hf_names(with_lm_head=not value))
     accepted = expected | ({LM_HEAD} if value or table.tied else set()) | ({VALUE_HEAD} if value else set())
     missing = [f"{name}: missing in {reader.folder}" for name in sorted(expected - reader.names)]

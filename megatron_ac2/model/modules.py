@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
@@ -82,19 +85,27 @@ class TorchAttention(MegatronModule):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
 
 
-def torch_layer_spec(qk_layernorm: bool) -> ModuleSpec:
-    """Megatron's local layer with the modules above in it."""
-    spec = copy.deepcopy(get_gpt_layer_local_spec(qk_layernorm=qk_layernorm, normalization="RMSNorm"))
+def torch_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """This stage's block: Megatron's local layers with the modules above in them.
+
+    Given only a layer spec, Megatron would pick the final norm itself: the stock one.
+    """
+    specs = get_gpt_decoder_layer_specs(config, use_transformer_engine=False, normalization="RMSNorm")
+    first = get_transformer_layer_offset(config)
+    mine = specs[first : first + get_num_layers_to_build(config)]
+    return TransformerBlockSubmodules(layer_specs=[_with_torch_modules(s) for s in mine], layer_norm=TorchRMSNorm)
+
+
+def _with_torch_modules(spec: ModuleSpec) -> ModuleSpec:
+    spec = copy.deepcopy(spec)
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = TorchRMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = TorchAttention
-    if qk_layernorm:
+    if attention.q_layernorm is not IdentityOp:
         attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
+    if (
+        layer.mlp.module is MoELayer
+    ):  # Transformer Engine fuses no norm into a router, and the checkpoint's key shows it
+        del layer.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     return spec
-
-
-def torch_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """This stage's block. Given only a layer spec, Megatron would pick the final norm itself: the stock one."""
-    spec = torch_layer_spec(config.qk_layernorm)
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=TorchRMSNorm)

@@ -44,6 +44,7 @@ _MODULES = (
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.core.transformer.dot_product_attention",
+    "megatron.core.transformer.moe.token_dispatcher",
 )
 _installed = False
 
@@ -72,6 +73,7 @@ def install() -> None:
         if name.startswith("megatron.core") and module is not None and module.__dict__.get("torch") is torch:
             module.__dict__["torch"] = proxy
     _patch_rng()
+    _patch_experts()
     _patch_tensor_methods()
     _installed = True
 
@@ -92,6 +94,9 @@ class _Stream:
     """Streams and events order work on a GPU; on CPU every call on them does nothing."""
 
     cuda_stream = 0
+
+    def record_event(self) -> _Stream:
+        return self
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return _nothing
@@ -144,13 +149,45 @@ def _torch_proxy() -> _Proxy:
         },
     )
     cuda.__dict__["random"] = cuda
-    return _Proxy(torch, {"cuda": cuda, **{name: _cpu_factory(getattr(torch, name)) for name in _FACTORIES}})
+    collectives = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
+    factories = {name: _cpu_factory(getattr(torch, name)) for name in _FACTORIES}
+    return _Proxy(torch, {"cuda": cuda, "distributed": _Proxy(torch.distributed, collectives), **factories})
+
+
+def _all_gather(outputs: list[torch.Tensor], piece: torch.Tensor, group: Any) -> None:
+    """gloo's wants pieces of one shape; experts cut over tensor ranks gather as many tokens as each was sent."""
+    longest = max(len(output) for output in outputs)
+    padded = piece.new_zeros(longest, *piece.shape[1:])
+    padded[: len(piece)] = piece
+    gathered = [torch.empty_like(padded) for _ in outputs]
+    torch.distributed.all_gather(gathered, padded, group=group)
+    for output, whole in zip(outputs, gathered, strict=True):
+        output.copy_(whole[: len(output)])
+
+
+def _reduce_scatter(output: torch.Tensor, pieces: list[torch.Tensor], group: Any) -> None:
+    """gloo's wants pieces of one shape, too."""
+    total = torch.cat(pieces)
+    torch.distributed.all_reduce(total, group=group)
+    output.copy_(total.split([len(piece) for piece in pieces])[group.rank()])
 
 
 def _patch_rng() -> None:
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = _get_rng_state
     random._set_cuda_rng_state = _set_rng_state
+
+
+def _patch_experts() -> None:
+    """The router looks for a name that is imported with Transformer Engine alone. The dispatcher copies token counts
+    from a GPU to the host as numpy arrays; here it has tensors, which torch.distributed takes for no list of sizes."""
+    importlib.import_module("megatron.core.transformer.moe.moe_utils").__dict__.setdefault("te_general_gemm", None)
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    dispatcher.maybe_move_tensor_to_cpu = move
 
 
 def _patch_tensor_methods() -> None:

@@ -20,7 +20,10 @@ from megatron_ac2.types import UserError
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Where this process stands. `tensor`, `pipeline` and `data` are degrees; `*_rank` this process's place in each."""
+    """Where this process stands. `tensor`, `pipeline` and `data` are degrees; `*_rank` this process's place in each.
+
+    The ranks of a pipeline stage are cut another way for experts: `expert` x `expert_tensor` x copies.
+    """
 
     rank: int
     world_size: int
@@ -29,9 +32,13 @@ class Topology:
     tensor: int
     pipeline: int
     data: int
+    expert: int
+    expert_tensor: int
     tensor_rank: int
     pipeline_rank: int
     data_rank: int
+    expert_rank: int
+    expert_tensor_rank: int
     pg: ProcessGroupCollection
 
     @property
@@ -71,6 +78,8 @@ def init_topology(parallel: ParallelConfig, seed: int, timeout_minutes: float = 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
         distributed_timeout_minutes=timeout_minutes,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -81,8 +90,8 @@ def check_world(parallel: ParallelConfig, world_size: int) -> list[str]:
     """What keeps `parallel` from being laid over `world_size` processes, as messages."""
     problems = [
         f"parallel.{name}: found {degree}, must be >= 1"
-        for name, degree in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline))
-        if degree < 1
+        for name in ("tensor", "pipeline", "expert", "expert_tensor")
+        if (degree := getattr(parallel, name)) is not None and degree < 1
     ]
     if problems:
         return problems
@@ -91,6 +100,14 @@ def check_world(parallel: ParallelConfig, world_size: int) -> list[str]:
         problems.append(
             f"parallel.tensor x parallel.pipeline: found {parallel.tensor} x {parallel.pipeline} = {model_parallel} "
             f"with {world_size} process(es); the number of processes must be a multiple of it"
+        )
+    expert_tensor = parallel.tensor if parallel.expert_tensor is None else parallel.expert_tensor
+    expert_parallel = parallel.expert * expert_tensor * parallel.pipeline
+    if expert_parallel != model_parallel and world_size % expert_parallel:
+        problems.append(
+            f"parallel.expert x parallel.expert_tensor x parallel.pipeline: found {parallel.expert} x {expert_tensor} "
+            f"x {parallel.pipeline} = {expert_parallel} with {world_size} process(es); the number of processes must be "
+            "a multiple of it"
         )
     if parallel.sequence and parallel.tensor == 1:
         problems.append("parallel.sequence: found true with parallel.tensor 1; sequence parallel needs tensor > 1")
@@ -128,8 +145,12 @@ def _read_topology(rank: int, world_size: int, device: torch.device) -> Topology
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
         data=parallel_state.get_data_parallel_world_size(),
+        expert=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
         pg=ProcessGroupCollection.use_mpu_process_groups(),
     )

@@ -25,7 +25,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron_ac2.config import OptimizerConfig
 from megatron_ac2.model.hf_weights import unwrap
 from megatron_ac2.training.adam_state import MOMENTS, AdamState
-from megatron_ac2.training.optimizer_shards import Sharded, receive_tensors, shard_tensors
+from megatron_ac2.training.optimizer_shards import Sharded, Stepped, receive_tensors, shard_tensors
 
 _MASTER = "master"
 
@@ -52,8 +52,8 @@ class SharedWeightsOptimizer:
                 raise ValueError(f"optimizer {name}: distributed={config.distributed}, but the model has {distributed}")
         self.model = ddp_model
         self.dtype = dtype
-        self._megatron = _build_megatron(ddp_model, next(iter(configs.values())), dtype)
-        self.states = {name: AdamState(config, self._megatron) for name, config in configs.items()}
+        self._parts = _build_megatron(ddp_model, next(iter(configs.values())), dtype)
+        self.states = {name: AdamState(config, self._parts) for name, config in configs.items()}
 
     def for_role(self, name: str) -> Optimizer:
         """The view that steps with the state `name`."""
@@ -61,7 +61,8 @@ class SharedWeightsOptimizer:
 
     def zero_grad(self) -> None:
         self.model.zero_grad_buffer()
-        self._megatron.zero_grad()
+        for part in self._parts:
+            part.zero_grad()
 
     @torch.no_grad()
     def step(self, name: str) -> StepResult:
@@ -70,37 +71,33 @@ class SharedWeightsOptimizer:
         Gradients that are not finite on any rank are dropped and change nothing on any rank.
         """
         state = self.states[name]
-        state.put_in(self._megatron)
-        self._megatron.prepare_grads()
-        grad_norm = float(self._megatron.get_grad_norm())
+        state.put_in(self._parts)
+        for part in self._parts:
+            part.prepare_grads()
+        grad_norm = math.hypot(*(float(part.get_grad_norm()) for part in self._parts))
         if not math.isfinite(grad_norm):
             self.zero_grad()
             return StepResult(ok=False, grad_norm=grad_norm, update_norm=0.0)
         if state.config.grad_clip > 0:
-            clip_grad_by_total_norm_fp32(self._megatron.get_parameters(), state.config.grad_clip, grad_norm)
-        before = [parameter.detach().clone() for parameter in self._counted_once()]
-        self._megatron.step_with_ready_grads()
+            for part in self._parts:
+                if parameters := part.get_parameters():  # none: a stage without experts
+                    clip_grad_by_total_norm_fp32(parameters, state.config.grad_clip, grad_norm)
+        before = [[parameter.detach().clone() for parameter in _counted_once(part)] for part in self._parts]
+        for part in self._parts:
+            part.step_with_ready_grads()
         state.num_steps += 1
-        update_norm = self._change_since(before)
+        update_norm = math.hypot(*(self._change_since(old, part) for old, part in zip(before, self._parts)))
         # A gradient left on a parameter is an alias of the buffer: the next backward pass would count it twice.
-        self._megatron.zero_grad()
+        for part in self._parts:
+            part.zero_grad()
         return StepResult(ok=True, grad_norm=grad_norm, update_norm=update_norm)
 
-    def _counted_once(self) -> list[torch.Tensor]:
-        """This rank's fp32 weights, less those another rank counts: copies over tensor ranks, the tied embedding's."""
-        return [
-            parameter
-            for parameter in self._megatron.get_parameters()
-            if param_is_not_shared(parameter)
-            and param_is_not_tensor_parallel_duplicate(parameter, self._megatron.tp_group)
-        ]
-
-    def _change_since(self, before: list[torch.Tensor]) -> float:
+    def _change_since(self, before: list[torch.Tensor], part: MegatronOptimizer) -> float:
         """Global L2 norm of the change. Overwrites `before`, so that no second copy of the weights is made."""
         square = torch.zeros((), dtype=torch.float64, device=next(self.model.parameters()).device)
-        for old, parameter in zip(before, self._counted_once(), strict=True):
+        for old, parameter in zip(before, _counted_once(part), strict=True):
             square += torch.linalg.vector_norm(old.sub_(parameter.detach())).double() ** 2
-        dist.all_reduce(square, group=self._megatron.get_grad_stats_parallel_group())
+        dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
         return math.sqrt(square.item())
 
     @property
@@ -115,17 +112,20 @@ class SharedWeightsOptimizer:
         A collective. When saving, copies in host memory, on the first data-parallel rank alone; when loading, every
         rank gets tensors to be filled. Of the distributed optimizer these are full, in host memory.
         """
-        pick = partial(self._pick, kind)
-        return shard_tensors(self.model, self._parameters(kind), self._megatron, pick, kind, loading)
+        return shard_tensors(self.model, self._parameters(kind), partial(self._pick, kind), kind, loading)
 
     def load_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over what a checkpoint has put into `sharded_tensors(kind, loading=True)`."""
-        receive_tensors(self._parameters(kind), self._megatron, partial(self._pick, kind), tensors)
+        receive_tensors(self._parameters(kind), partial(self._pick, kind), tensors)
 
-    def _parameters(self, kind: str) -> dict[str, torch.nn.Parameter]:
+    def _parameters(self, kind: str) -> list[Stepped]:
         """An fp32 parameter of a bf16 model (the value head) is its own master weight, saved with the model."""
         named = unwrap(self.model).named_parameters()
-        return {name: p for name, p in named if kind != _MASTER or p.dtype != torch.float32}
+        kept = {name: p for name, p in named if kind != _MASTER or p.dtype != torch.float32}
+        # Which of its two Megatron gives a parameter to; with one, there are no parameters of the second kind.
+        shared = {name: p for name, p in kept.items() if getattr(p, "allreduce", True)}
+        experts = {name: p for name, p in kept.items() if name not in shared}
+        return list(zip(self._parts, (shared, experts)))
 
     def _pick(self, kind: str, master: torch.Tensor) -> torch.Tensor:
         if kind == _MASTER:
@@ -139,7 +139,7 @@ class SharedWeightsOptimizer:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         for name, state in self.states.items():
-            state.load_state_dict(saved[name], self._megatron)
+            state.load_state_dict(saved[name], self._parts)
 
 
 class Optimizer:
@@ -193,9 +193,19 @@ def build_optimizer(ddp_model: DistributedDataParallel, config: OptimizerConfig,
     return SharedWeightsOptimizer(ddp_model, {"adam": config}, dtype).for_role("adam")
 
 
+def _counted_once(part: MegatronOptimizer) -> list[torch.Tensor]:
+    """This rank's fp32 weights, less those another rank counts: copies over tensor ranks, the tied embedding's."""
+    return [
+        parameter
+        for parameter in part.get_parameters()
+        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, part.tp_group)
+    ]
+
+
 def _build_megatron(
     ddp_model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype
-) -> MegatronOptimizer:
+) -> list[MegatronOptimizer]:
+    """Megatron's own: one, and if experts are shared out over ranks a second for them, which have other copies."""
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"dtype: found {dtype}, accepted: torch.float32, torch.bfloat16")
     megatron_config = MegatronOptimizerConfig(
@@ -207,7 +217,4 @@ def _build_megatron(
         params_dtype=dtype,
         use_distributed_optimizer=config.distributed,
     )
-    chain = get_megatron_optimizer(megatron_config, [ddp_model], use_gloo_process_groups=False).chained_optimizers
-    if len(chain) != 1:
-        raise ValueError(f"model: needs {len(chain)} Megatron optimizers; accepted: dense models, which need one")
-    return chain[0]
+    return get_megatron_optimizer(megatron_config, [ddp_model], use_gloo_process_groups=False).chained_optimizers

@@ -7,7 +7,7 @@ but knows one Adam state an optimizer, and with torch's AdamW it fails on `step`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,13 @@ from megatron_ac2.model.hf_weights import unwrap
 Sharded = ShardedTensor | ShardedTensorFactory
 Picker = Callable[[torch.Tensor], torch.Tensor]  # fp32 weight (of this rank's range) -> a tensor of its shape
 Master = tuple[torch.Tensor, slice]
+Stepped = tuple[
+    MegatronOptimizer, Mapping[str, torch.nn.Parameter]
+]  # an optimizer and the parameters it steps, by name
 
 
 def shard_tensors(
-    model: torch.nn.Module,
-    parameters: Mapping[str, torch.nn.Parameter],
-    megatron: MegatronOptimizer,
-    pick: Picker,
-    kind: str,
-    loading: bool,
+    model: torch.nn.Module, stepped: Sequence[Stepped], pick: Picker, kind: str, loading: bool
 ) -> dict[str, Sharded]:
     """{parameter name: picked tensor in the parameter's shape, under the key "kind.parameter's key"}. A collective.
 
@@ -38,34 +36,31 @@ def shard_tensors(
     """
     found, _ = extract_sharded_tensors_and_factories(unwrap(model).sharded_state_dict())
     layouts = {id(sharded.data): sharded for sharded in nested_values(found)}
-    masters = _master_weights(megatron, parameters)
     sharded = {}
-    for name, parameter in parameters.items():
-        master, where = masters.get(name, (None, slice(0, 0)))
-        layout = layouts[id(parameter)]
-        if loading:
-            whole = not isinstance(megatron, DistributedOptimizer)
-            full = pick(master) if whole else torch.empty(parameter.shape, dtype=torch.float32)
-        elif isinstance(megatron, DistributedOptimizer):
-            full = _put_together(megatron, parameter, None if master is None else pick(master), where)
-        else:
-            full = pick(master).detach().to("cpu", copy=True) if is_main_replica(layout.replica_id) else None
-        if full is not None:
-            sharded[name] = make_sharded_optimizer_tensor(layout, full, kind)
+    for megatron, parameters in stepped:
+        masters = _master_weights(megatron, parameters)
+        for name, parameter in parameters.items():
+            master, where = masters.get(name, (None, slice(0, 0)))
+            layout = layouts[id(parameter)]
+            if loading:
+                whole = not isinstance(megatron, DistributedOptimizer)
+                full = pick(master) if whole else torch.empty(parameter.shape, dtype=torch.float32)
+            elif isinstance(megatron, DistributedOptimizer):
+                full = _put_together(megatron, parameter, None if master is None else pick(master), where)
+            else:
+                full = pick(master).detach().to("cpu", copy=True) if is_main_replica(layout.replica_id) else None
+            if full is not None:
+                sharded[name] = make_sharded_optimizer_tensor(layout, full, kind)
     return sharded
 
 
 @torch.no_grad()
-def receive_tensors(
-    parameters: Mapping[str, torch.nn.Parameter],
-    megatron: MegatronOptimizer,
-    pick: Picker,
-    tensors: Mapping[str, torch.Tensor],
-) -> None:
+def receive_tensors(stepped: Sequence[Stepped], pick: Picker, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy tensors in the parameters' shapes into the picked ones, each rank its own range."""
-    for name, (master, where) in _master_weights(megatron, parameters).items():
-        target = pick(master)
-        target.copy_(tensors[name].reshape(-1)[where].reshape(target.shape))
+    for megatron, parameters in stepped:
+        for name, (master, where) in _master_weights(megatron, parameters).items():
+            target = pick(master)
+            target.copy_(tensors[name].reshape(-1)[where].reshape(target.shape))
 
 
 def _master_weights(megatron: MegatronOptimizer, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Master]:

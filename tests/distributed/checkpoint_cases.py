@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from megatron_ac2.config import OptimizerConfig, ParallelConfig
 from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
@@ -22,6 +22,7 @@ from megatron_ac2.parallel.topology import init_topology, shutdown
 from megatron_ac2.training.optimizer import SharedWeightsOptimizer
 from megatron_ac2.training.step import forward_backward
 from megatron_ac2.types import PackedBatch, UserError
+from tests.distributed.tiny_families import split_experts
 
 VOCAB = 250
 LENGTHS = (8, 12, 6, 16)  # one sequence a microbatch; even, for sequence parallel
@@ -49,7 +50,7 @@ class Trainee:
     """A model in one layout, with one Adam state for each role, and what its steps gave."""
 
     def __init__(self, folder, layout, distributed, dtype=torch.float32, head="lm", roles=ROLES, seed=0, weights=True):
-        self.parallel = ParallelConfig(*layout)
+        self.parallel = layout if isinstance(layout, ParallelConfig) else ParallelConfig(*layout)
         self.topology = init_topology(self.parallel, seed=0, timeout_minutes=2)
         self.hf_config = load_hf_config(folder)
         model = build_model(self.hf_config, self.topology, self.parallel, dtype, head, seed=seed)
@@ -100,7 +101,7 @@ def packed(ids: torch.Tensor) -> PackedBatch:
 
 def reference(folder: Path, steps: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """The same steps by transformers and two torch AdamW over the same weights."""
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
     parameters = dict(model.named_parameters())
     adams = {}
     for name, fields in ROLES.items():
@@ -124,7 +125,7 @@ def reference(folder: Path, steps: int) -> tuple[list[tuple[float, float]], dict
         adams[role].step()
         change = sum((p.detach() - before[name]).double().square().sum() for name, p in parameters.items())
         trace.append((norm, float(change) ** 0.5))
-    return trace, {name: p.detach() for name, p in parameters.items()}
+    return trace, split_experts({name: p.detach() for name, p in parameters.items()})
 
 
 def assert_traces(found, expected, relative: float, what: str) -> None:
@@ -140,11 +141,10 @@ def assert_weights(found, expected, limit: float, what: str) -> None:
         assert difference <= limit, f"{what}: {name} differs by {difference}, accepted {limit}"
 
 
-def two_adams_case(folder: Path) -> None:
+def two_adams_case(folder: Path, layouts) -> None:
     """Every layout steps as two torch AdamW do; in its norms, copies and tied weights count once."""
     trace, weights = reference(folder, len(ORDER))
-    plain_and_distributed = [(layout, distributed) for layout in (DP2, TP2, PP2) for distributed in (False, True)]
-    for layout, distributed in (*plain_and_distributed, (TP2_SP, False)):
+    for layout, distributed in layouts:
         what = f"{folder.name} {layout} distributed={distributed}"
         trainee = Trainee(folder, layout, distributed)
         assert_traces(trainee.train(0, len(ORDER)), trace, 2e-5, what)
@@ -195,15 +195,15 @@ def resume_case(folder, root, source, targets, dtype=torch.float32, head="lm") -
         assert_weights(other.weights(), weights, 0 if exact else limit, what)
 
 
-def master_weights_case(folder: Path, root: Path) -> None:
+def master_weights_case(folder: Path, root: Path, source, targets) -> None:
     """bf16: fp32 master weights and moments come through a change of layout bit for bit."""
-    trainee = Trainee(folder, TP2, True, torch.bfloat16, "value")
+    trainee = Trainee(folder, *source, torch.bfloat16, "value")
     trainee.train(0, 3)
     save_checkpoint(root, 3, {"m": trainee.model}, {"m": trainee.optimizer}, {}, 1, IDENTITY)
-    for layout, distributed in ((DP2, True), (PP2, False), (TP2, True)):
+    for number, (layout, distributed) in enumerate(targets):
         other = Trainee(folder, layout, distributed, torch.bfloat16, "value", seed=31, weights=False)
         load_checkpoint(root, {"m": other.model}, {"m": other.optimizer}, IDENTITY)
-        again = root.with_name(f"{root.name}_{layout}_{distributed}")
+        again = root.with_name(f"{root.name}_{number}")
         save_checkpoint(again, 3, {"m": other.model}, {"m": other.optimizer}, {}, 1, IDENTITY)
     if dist.get_rank() == 0:
         expected = stored_tensors(latest(root))
@@ -328,9 +328,10 @@ def main() -> None:
     untied, tied, scratch = map(Path, sys.argv[1:])
     f32, bf16, sp = torch.float32, torch.bfloat16, (TP2_SP, True)
     every = [(layout, distributed) for layout in (TP2, PP2, DP2) for distributed in (True, False)]
+    with_sequence = [*every, (TP2_SP, False)]
     cases = {
-        "two adams untied": lambda: two_adams_case(untied),
-        "two adams tied": lambda: two_adams_case(tied),
+        "two adams untied": lambda: two_adams_case(untied, with_sequence),
+        "two adams tied": lambda: two_adams_case(tied, with_sequence),
         "value norms": lambda: value_norms_case(untied),
         "non-finite": lambda: non_finite_case(untied),
         "resume tp2": lambda: resume_case(untied, scratch / "a", (TP2, True), [every[0], every[2], every[4], every[5]]),
@@ -339,7 +340,7 @@ def main() -> None:
         "resume bf16 value": lambda: resume_case(untied, scratch / "d", (DP2, True), every[4::-4], bf16, "value"),
         "resume bf16 plain": lambda: resume_case(untied, scratch / "e", (TP2, False), [every[1], every[2]], bf16),
         "resume value": lambda: resume_case(untied, scratch / "f", (TP2_SP, True), [sp, every[4]], f32, "value"),
-        "master weights": lambda: master_weights_case(untied, scratch / "g"),
+        "master weights": lambda: master_weights_case(untied, scratch / "g", every[0], [every[4], every[3], every[0]]),
         "refusals": lambda: refusals_case(untied, scratch),
         "two models": lambda: two_models_case(untied, scratch),
     }

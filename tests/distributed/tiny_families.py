@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 _SIZES = dict(
     vocab_size=250, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -17,6 +23,7 @@ _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+_EIGHT_EXPERTS = dict(head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
 _NINE_HEADS = dict(hidden_size=144, num_attention_heads=9, num_key_value_heads=3, intermediate_size=96)
 
 
@@ -30,15 +37,45 @@ def configs() -> dict[str, PretrainedConfig]:
     }
 
 
+def expert_configs() -> dict[str, PretrainedConfig]:
+    """Mixtures of experts: in every layer, their weights renormalised over the chosen; and in the last layer alone,
+    weights as they are: the first of two pipeline stages has no expert."""
+    every = Qwen3MoeConfig(**_SIZES, **_EIGHT_EXPERTS, rope_parameters=_ROPE, norm_topk_prob=True)
+    last = Qwen3MoeConfig(
+        **_SIZES | {"num_hidden_layers": 4}, **_EIGHT_EXPERTS, rope_parameters=_ROPE, norm_topk_prob=False,
+        decoder_sparse_step=2, mlp_only_layers=[1], tie_word_embeddings=True,
+    )  # fmt: skip
+    return {"qwen3_moe": every, "qwen3_moe_last": last}
+
+
 def write(name: str, folder: Path, seed: int = 0) -> Path:
     """No tensor keeps the zeros or ones that it starts with, which would hide a mix-up of biases or of norms."""
-    config = configs()[name]
-    kind = Qwen2ForCausalLM if isinstance(config, Qwen2Config) else LlamaForCausalLM
+    return write_model({**configs(), **expert_configs()}[name], folder, sum(name.encode()) + seed)
+
+
+def write_model(config: PretrainedConfig, folder: Path, seed: int) -> Path:
     with torch.random.fork_rng():
-        torch.manual_seed(sum(name.encode()) + seed)
-        model = kind(config)
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name or parameter_name.endswith(".bias"):
                 parameter.data.add_(0.3 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder
+
+
+def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By the names of transformers' modules, which hold a layer's experts in one tensor -> by those of published files,
+    one tensor an expert and projection."""
+    found = {}
+    for name, tensor in tensors.items():
+        base, _, kind = name.rpartition(".")
+        if kind not in ("gate_up_proj", "down_proj"):
+            found[name] = tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            pieces = (
+                {"down_proj": matrix} if kind == "down_proj" else dict(zip(("gate_proj", "up_proj"), matrix.chunk(2)))
+            )
+            found |= {f"{base}.{expert}.{part}.weight": piece for part, piece in pieces.items()}
+    return found

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_ac2.config import ParallelConfig
@@ -19,6 +26,7 @@ from megatron_ac2.model.hf_table import Table
 from megatron_ac2.model.rope import rope_arguments
 from megatron_ac2.parallel.topology import check_world, init_topology
 from megatron_ac2.types import UserError
+from tests.distributed.tiny_families import split_experts
 
 SIZES = dict(
     vocab_size=250, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
@@ -42,7 +50,19 @@ def llama(**changes) -> LlamaConfig:
     return LlamaConfig(**{**SIZES, "architectures": ["LlamaForCausalLM"], **changes})
 
 
-MAKERS = {"Qwen3ForCausalLM": qwen3, "Qwen2ForCausalLM": qwen2, "LlamaForCausalLM": llama}
+def qwen3_moe(**changes) -> Qwen3MoeConfig:
+    experts = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    return Qwen3MoeConfig(
+        **{**SIZES, **experts, "norm_topk_prob": True, "architectures": ["Qwen3MoeForCausalLM"], **changes}
+    )
+
+
+MAKERS = {
+    "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "Qwen2ForCausalLM": qwen2,
+    "LlamaForCausalLM": llama,
+}
 
 
 def write_config(folder: Path, family: str = "Qwen3ForCausalLM", **changes) -> Path:
@@ -156,7 +176,7 @@ def test_folder_mistakes(tmp_path: Path):
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("Qwen3", {"architectures": ["MistralForCausalLM"]}, "architectures: found.*one of Qwen3ForCausalLM, Qwen2"),
+        ("Qwen3", {"architectures": ["MistralForCausalLM"]}, "architectures: found.*one of Qwen3ForCausalLM, Qwen3Moe"),
         ("Qwen3", {"architectures": ["LlamaForCausalLM"]}, "model_type: found 'qwen3' with architecture Llama"),
         ("Qwen3", {"hidden_act": "gelu"}, "hidden_act: found 'gelu'"),
         ("Qwen3", {"attention_bias": True}, "attention_bias: found True, accepted for Qwen3ForCausalLM: False"),
@@ -211,12 +231,13 @@ def test_llama3_constants_that_megatron_cannot_take(tmp_path: Path, name: str, v
 
 
 @pytest.mark.parametrize(
-    ("maker", "qk_norm", "qkv_bias"), [(qwen3, True, False), (qwen2, False, True), (llama, False, False)]
+    ("maker", "qk_norm", "qkv_bias"),
+    [(qwen3, True, False), (qwen3_moe, True, False), (qwen2, False, True), (llama, False, False)],
 )
 def test_megatron_config_of_each_family(maker, qk_norm: bool, qkv_bias: bool):
     config = transformer_config(maker(), ParallelConfig(), torch.float32)
     assert (config.qk_layernorm, config.add_qkv_bias, config.add_bias_linear) == (qk_norm, qkv_bias, False)
-    assert config.kv_channels == (32 if maker is qwen3 else 16)
+    assert config.kv_channels == (32 if maker in (qwen3, qwen3_moe) else 16)
 
 
 def test_qkv_is_laid_out_by_group():
@@ -250,7 +271,7 @@ def test_table_covers_the_model_and_nothing_else(family: str, tied: bool):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert type(model).__name__ == family
-    names = {name for name, _ in model.named_parameters()}  # a tied head appears once
+    names = set(split_experts(dict(model.named_parameters())))  # a tied head appears once
     assert set(Table(config).hf_names(with_lm_head=True)) == names
 
 

@@ -1,0 +1,93 @@
+"""One torchrun launch: optimizers of experts that are shared out, against torch AdamW; checkpoints across layouts.
+
+usage: torchrun ... expert_training_cases.py EVERY_LAYER_DIR LAST_LAYER_DIR SCRATCH_DIR
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_ac2.config import ParallelConfig
+from megatron_ac2.parallel.topology import shutdown
+from tests.distributed.checkpoint_cases import (
+    Trainee,
+    assert_traces,
+    assert_weights,
+    master_weights_case,
+    resume_case,
+    two_adams_case,
+)
+from tests.distributed.groups import leave_groups
+
+ALONE, PP2, EP2, EP4 = (ParallelConfig(pipeline=p, expert=e) for p, e in ((1, 1), (2, 1), (1, 2), (1, 4)))
+TP2 = ParallelConfig(tensor=2, sequence=True)
+TP2_EP2 = ParallelConfig(tensor=2, sequence=True, expert=2)
+TP2_WHOLE = ParallelConfig(tensor=2, sequence=True, expert=2, expert_tensor=1)
+PP2_EP2 = ParallelConfig(pipeline=2, expert=2)
+
+
+def both(*layouts: ParallelConfig) -> list[tuple[ParallelConfig, bool]]:
+    """With the plain optimizer and the distributed one."""
+    return [(layout, distributed) for layout in layouts for distributed in (False, True)]
+
+
+def one_rank_differs_case(folder: Path) -> None:
+    """A gradient of one rank's experts that is not finite stops the step on every rank, and changes nothing."""
+    for distributed in (False, True):
+        trainee = Trainee(folder, EP2, distributed)
+        before = trainee.weights()
+        trainee.backward(0)
+        for name, parameter in trainee.model.named_parameters():
+            if dist.get_rank() == 1 and "experts.local_experts.2.linear_fc1" in name:
+                parameter.main_grad.view(-1)[-1] = float("inf")
+        result = trainee.optimizer.step("actor")
+        assert not result.ok and trainee.optimizer.for_role("actor").num_steps == 0
+        assert_weights(trainee.weights(), before, 0, "after a refused step")
+        assert_traces(trainee.train(0, 2), Trainee(folder, EP2, distributed).train(0, 2), 0, "go on")
+
+
+def cases(every: Path, last: Path, scratch: Path) -> dict[int, dict[str, Callable[[], None]]]:
+    bf16 = torch.bfloat16
+    return {
+        2: {
+            "adams": lambda: two_adams_case(every, [*both(EP2, TP2_WHOLE), (TP2, True)]),
+            "adams, a stage without experts": lambda: two_adams_case(last, both(PP2)),
+            "not finite": lambda: one_rank_differs_case(every),
+            "resume": lambda: resume_case(
+                every, scratch / "a", (EP2, True), [(EP2, True), (TP2_WHOLE, False), (ALONE, True), (PP2, True)]
+            ),
+            "resume plain": lambda: resume_case(every, scratch / "b", (TP2_WHOLE, False), [(EP2, False), (TP2, True)]),
+            "resume last": lambda: resume_case(last, scratch / "c", (PP2, True), [(EP2, False), (PP2, True)]),
+            "master weights": lambda: master_weights_case(
+                every, scratch / "d", (EP2, True), [(TP2, True), (PP2, False), (EP2, True)]
+            ),
+            "resume value": lambda: resume_case(every, scratch / "e", (EP2, True), [(TP2_WHOLE, True)], bf16, "value"),
+        },
+        4: {
+            "adams": lambda: two_adams_case(every, [*both(EP2, TP2_EP2), (EP4, True), (TP2_WHOLE, False)]),
+            "adams, a stage without experts": lambda: two_adams_case(last, [(PP2_EP2, True)]),
+            "resume": lambda: resume_case(every, scratch / "f", (EP2, True), [(PP2_EP2, True), (TP2_EP2, False)]),
+        },
+    }  # fmt: skip
+
+
+def main() -> None:
+    for name, case in cases(*map(Path, sys.argv[1:]))[int(os.environ["WORLD_SIZE"])].items():
+        start = time.monotonic()
+        case()
+        leave_groups()
+        if dist.get_rank() == 0:
+            print(f"passed {name} ({time.monotonic() - start:.1f} s)", flush=True)
+    shutdown()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Mixtures of experts in every layout against transformers; what differs from dense models. See test_model.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.distributed import tiny_families
+from tests.distributed.launch import torchrun
+
+CASES, TRAINING_CASES = (Path(__file__).with_name(f"expert{kind}_cases.py") for kind in ("", "_training"))
+LENGTHS = [[7, 12, 5], [16], [2], [3, 9]]  # of each microbatch's sequences; of two tokens most experts get none
+MASKED = 2  # the microbatch without loss
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    scratch = tmp_path_factory.mktemp("experts")
+    return [tiny_families.write(name, scratch / name) for name in tiny_families.expert_configs()]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, folders: list[Path]) -> Path:
+    rng = np.random.default_rng(3)
+    microbatches = [[torch.from_numpy(rng.integers(0, 250, n)) for n in lengths] for lengths in LENGTHS]
+    file = tmp_path_factory.mktemp("reference") / "reference.pt"
+    torch.save({folder.name: answers(folder, microbatches) for folder in folders}, file)
+    return file
+
+
+def answers(folder: Path, microbatches: list[list[torch.Tensor]]) -> dict[str, Any]:
+    """Logits, values, and the gradient of the mean over microbatches of <logits, cotangents>."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    generator = torch.Generator().manual_seed(5)
+    head = torch.randn(1, model.config.hidden_size, generator=generator) / model.config.hidden_size
+    logits = [torch.cat([model(ids[None]).logits[0] for ids in sequences]) for sequences in microbatches]
+    cotangents = [torch.randn(piece.shape, generator=generator) for piece in logits]
+    cotangents[MASKED].zero_()
+    sum((piece * weights).sum() for piece, weights in zip(logits, cotangents, strict=True)).backward()
+    with torch.no_grad():
+        hidden = [torch.cat([model.model(ids[None]).last_hidden_state[0] for ids in ids_of]) for ids_of in microbatches]
+    gradients = {name: parameter.grad / len(microbatches) for name, parameter in model.named_parameters()}
+    return {
+        "microbatches": microbatches,
+        "logits": [piece.detach() for piece in logits],
+        "values": [(piece @ head.T)[:, 0] for piece in hidden],
+        "cotangents": cotangents,
+        "gradients": tiny_families.split_experts(gradients),
+    }
+
+
+def make_odd_folders(source: Path, scratch: Path) -> None:
+    tensors = load_file(source / "model.safetensors")
+    renamed = dict(tensors)
+    renamed["model.layers.0.mlp.experts.8.up_proj.weight"] = renamed.pop("model.layers.1.mlp.experts.5.up_proj.weight")
+    fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    fused["model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(8, 64, 64)
+    for name, content in (("odd_experts", renamed), ("fused_experts", fused)):
+        (scratch / name).mkdir()
+        save_file(content, scratch / name / "model.safetensors")
+
+
+@pytest.mark.parametrize("nproc,num_passed", [(1, [1, 1]), (2, [4, 2]), (4, [4, 3])])
+def test_every_layout_of_experts(
+    nproc: int, num_passed: list[int], reference: Path, folders: list[Path], tmp_path: Path
+) -> None:
+    make_odd_folders(folders[0], tmp_path)
+    output = torchrun(CASES, nproc, reference, tmp_path, *folders, timeout=600)
+    assert [output.count(f"passed {folder.name} ") for folder in folders] == num_passed
+    assert output.count("done") == nproc
+
+
+@pytest.mark.parametrize("nproc,num_passed", [(2, 8), (4, 3)])
+def test_optimizers_and_checkpoints_of_experts(
+    nproc: int, num_passed: int, folders: list[Path], tmp_path: Path
+) -> None:
+    output = torchrun(TRAINING_CASES, nproc, *folders, tmp_path, timeout=600)
+    assert output.count("passed ") == num_passed and output.count("done") == nproc
