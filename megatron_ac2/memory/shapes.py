@@ -117,7 +117,8 @@ def _layer_shapes(hf_config: PretrainedConfig, tensor: int) -> Iterator[tuple[st
         "mlp.linear_fc1.weight": (2 * w.ffn, w.hidden),
         "mlp.linear_fc2.weight": (w.hidden, w.ffn),
     }
-    names = {rule.megatron for rule in family_of(hf_config).layer_rules}
+    family = family_of(hf_config)
+    names = {rule.megatron for rule in family.layer_rules + family.dense_rules}
     if unknown := sorted(names - shapes.keys()):
         raise NotImplementedError(f"memory/shapes.py: no shape for {unknown}")
     yield from ((name, shape) for name, shape in shapes.items() if name in names)
