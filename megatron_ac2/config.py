@@ -44,6 +44,26 @@ class ParallelConfig:
 
 
 @dataclass
+class Fp8Config:
+    """Linear layers in FP8, of the actor and of the critic: Transformer Engine's recipes (docs of NVIDIA's, by name).
+
+    They need a GPU: 8.9 (Ada) and newer for delayed and tensorwise, 9.0 (Hopper) with CUDA 12.9 for blockwise, 10.0
+    (Blackwell) for mxfp8, in bfloat16. Refused where one would not run; `doctor` says which do. Frozen models too.
+    """
+
+    recipe: str = "none"  # none | delayed | tensorwise | blockwise | mxfp8
+    # Round inputs, weights and gradients as the recipe would, and compute in fp32: on CPU, to study it. Not faster.
+    emulate: bool = False
+    format: str = "auto"  # auto | e4m3 | hybrid (gradients in e5m2); auto: hybrid for delayed and tensorwise, else e4m3
+    keep_first_layers: int = 0  # layers at the start that stay in model.dtype; not with delayed
+    keep_last_layers: int = 0
+    # delayed only: the scale of a pass follows the amaxes of the training passes before it, and starts at 1
+    margin: int = 0  # the scale is divided by 2^margin
+    amax_history_len: int = 1024
+    amax_algorithm: str = "max"  # max | most_recent
+
+
+@dataclass
 class OptimizerConfig:
     lr: float = 2e-6
     weight_decay: float = 0.0
@@ -240,6 +260,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
     actor: ActorConfig = field(default_factory=ActorConfig)
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

@@ -11,6 +11,9 @@ from megatron_ac2.config import Config
 
 CHOICES = {
     "model.dtype": ("bfloat16", "float32"),
+    "fp8.recipe": ("none", "delayed", "tensorwise", "blockwise", "mxfp8"),
+    "fp8.format": ("auto", "e4m3", "hybrid"),
+    "fp8.amax_algorithm": ("max", "most_recent"),
     "actor.loss_op": ("auto", "torch", "triton", "naive"),
     "actor.loss": ("policy_gradient", "ppo", "cispo", "gspo", "asympo"),
     "actor.anchor": ("proximal", "behavior"),
@@ -33,7 +36,7 @@ CHOICES = {
 # A field that is null has no range.
 _POSITIVE = (
     "run.num_steps", "run.keep_checkpoints", "run.timeout_minutes", "parallel.tensor", "parallel.pipeline",
-    "parallel.expert", "parallel.expert_tensor",
+    "parallel.expert", "parallel.expert_tensor", "fp8.amax_history_len",
     "actor.num_minibatches", "actor.max_tokens_per_microbatch", "actor.optimizer.lr", "actor.asympo_floor",
     "actor.score_centering.top_k", "critic.optimizer.lr", "critic.batch_size", "critic.updates_per_step",
     "critic.max_tokens_per_microbatch", "critic.max_value_tokens", "critic.value_clip", "critic.nstep_max",
@@ -46,7 +49,8 @@ _POSITIVE = (
     "engine.publish_every", "evaluation.num_problems", "evaluation.samples_per_problem", "data.grading_timeout",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "run.checkpoint_every", "run.keep_every", "actor.clip_high", "actor.entropy_bonus",
+    "run.checkpoint_every", "run.keep_every", "fp8.keep_first_layers", "fp8.keep_last_layers", "fp8.margin",
+    "actor.clip_high", "actor.entropy_bonus",
     "actor.reference_kl.coefficient", "estimator.brace_horizon", "sampling.overlong_cache", "replay.max_target_age",
     "evaluation.every", "evaluation.temperature",
 )  # fmt: skip
@@ -171,6 +175,18 @@ RULES = (
          "must reach sampling.top_k ({c.sampling.top_k}), which it then covers"),
     Rule("parallel.sequence", lambda c: c.parallel.sequence and c.parallel.tensor == 1,
          "with parallel.tensor 1; sequence parallel needs tensor > 1"),
+    # fp8
+    Rule("fp8.emulate", lambda c: c.fp8.emulate and c.fp8.recipe == "none", "but fp8.recipe is none; set false"),
+    Rule("fp8.recipe", lambda c: c.fp8.recipe != "none" and not c.fp8.emulate and c.model.dtype != "bfloat16",
+         "needs model.dtype bfloat16 (found {c.model.dtype}), or fp8.emulate true"),
+    Rule("fp8.keep_first_layers", lambda c: c.fp8.recipe == "delayed" and c.fp8.keep_first_layers > 0,
+         "but fp8.recipe delayed quantises all layers; set 0"),
+    Rule("fp8.keep_last_layers", lambda c: c.fp8.recipe == "delayed" and c.fp8.keep_last_layers > 0,
+         "but fp8.recipe delayed quantises all layers; set 0"),
+    Rule("fp8.recipe", lambda c: c.fp8.recipe == "delayed" and c.actor.reference_kl.coefficient > 0,
+         "but actor.reference_kl has a frozen model, which no training pass would give a scale; set tensorwise"),
+    Rule("fp8.recipe", lambda c: c.fp8.recipe == "delayed" and c.critic.fit == "nstep",
+         "but critic.fit nstep has a frozen critic, which no training pass would give a scale; set tensorwise"),
     # critic and estimator
     Rule("critic.lr_min", lambda c: c.critic.lr_min > c.critic.optimizer.lr,
          "above critic.optimizer.lr ({c.critic.optimizer.lr})"),
@@ -244,6 +260,10 @@ def warnings_for(config: Config) -> list[str]:
          f"entropy.enabled moves actor.clip_high, of which actor.loss {actor.loss} makes no use"),
         (actor.score_centering.enabled and actor.importance.kind == "token_is",
          "actor.score_centering vanishes under actor.importance.kind token_is, which leaves no drift to cancel"),
+        (config.fp8.emulate, "fp8.emulate is true: linear layers round as FP8 would and compute in fp32, slowly"),
+        (config.fp8.recipe == "delayed",
+         "fp8.recipe delayed: the first scores are rounded under scales of 1, and a training pass moves the scales, so "
+         "that the first update's ratios are not 1"),
         (engine.rounding != "none",
          f"engine.rounding is {engine.rounding}: the engine samples from weights other than the trainer's, on purpose"),
         (engine.publish_every > 1 and sampling.routing == "ac2" and config.critic.kind == "generative",

@@ -145,16 +145,28 @@ def check_run(paths: Sequence[str | Path], overrides: Sequence[str], on_gpu: boo
         yield Finding("error", "run.wandb", "found true, but wandb is not installed: pip install wandb, or set false")
     if config.run.tensorboard and not has_module("tensorboard"):
         yield Finding("error", "run.tensorboard", "found true, but tensorboard is not installed, or set false")
-    if config.megatron.get("fp8") and not has_module("transformer_engine_torch"):
-        text = "needs Transformer Engine; without it Megatron runs unquantised and says nothing"
-        yield Finding("error", "megatron.fp8", text)
     yield from check_model(config, on_gpu)
+
+
+def check_fp8() -> Iterator[Finding]:
+    """Which values of fp8.recipe this machine runs, and why not the others."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron_ac2.model.fp8 import RECIPES, why_unsupported
+
+    reasons = {recipe: why_unsupported(recipe) for recipe in RECIPES}
+    usable = [recipe for recipe, reason in reasons.items() if reason is None]
+    if usable:
+        yield Finding("ok", "FP8", f"fp8.recipe {', '.join(usable)}")
+    for reason in dict.fromkeys(filter(None, reasons.values())):
+        refused = [recipe for recipe in RECIPES if reasons[recipe] == reason]
+        yield Finding("note", "FP8", f"no {', '.join(refused)}: {reason}")
 
 
 def check_model(config: Config, on_gpu: bool) -> Iterator[Finding]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about apex; check_packages has said it
-        from megatron_ac2.model.build import check_layout, load_hf_config
+        from megatron_ac2.model.build import check_layout, config_problems, load_hf_config
         from megatron_ac2.parallel.topology import check_world
 
     folder = Path(config.model.path)
@@ -172,6 +184,9 @@ def check_model(config: Config, on_gpu: bool) -> Iterator[Finding]:
     if world_size:
         layout += check_world(config.parallel, world_size)
     yield from (Finding("error", "parallel", text) for text in dict.fromkeys(layout))
+    for problem in config_problems(hf_config, config.parallel, config.megatron, config.fp8):
+        field, text = problem.split(": ", 1)
+        yield Finding("error", field, text)
     if not layout:
         yield _memory(config, world_size, on_gpu)
 
@@ -197,7 +212,7 @@ def _memory(config: Config, world_size: int, on_gpu: bool) -> Finding:
 def diagnose(paths: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> list[Finding]:
     """All findings: packages, device, environment, and the configuration if one is given."""
     on_gpu = torch.cuda.is_available()
-    findings = [*check_packages(on_gpu), *check_device(), *check_environment(os.environ, on_gpu)]
+    findings = [*check_packages(on_gpu), *check_device(), *check_fp8(), *check_environment(os.environ, on_gpu)]
     return findings + (list(check_run(paths, overrides, on_gpu)) if paths else [])
 
 

@@ -17,6 +17,7 @@ from megatron_ac2.config import Config, critic_kind
 from megatron_ac2.data.graders import ungradable
 from megatron_ac2.data.problems import load_problems
 from megatron_ac2.model.build import check_layout, load_hf_config, transformer_config
+from megatron_ac2.model.fp8 import shape_problems
 from megatron_ac2.parallel.topology import check_world
 from megatron_ac2.training.value_head_critic import context_problems
 from megatron_ac2.types import Problem, UserError
@@ -60,9 +61,10 @@ def read_inputs(config: Config) -> Inputs:
         validation = attempt(lambda: load_problems(config.data.validation, tokenizer)) or []
     if hf_config is not None:
         problems += check_layout(hf_config, config.parallel)
-        attempt(lambda: transformer_config(hf_config, config.parallel, torch.float32, config.megatron))
+        attempt(lambda: transformer_config(hf_config, config.parallel, torch.float32, config.megatron, config.fp8))
     if critic_hf is not None and critic_hf is not hf_config:
-        problems += [f"critic.path: {problem}" for problem in check_layout(critic_hf, config.parallel)]
+        unfit = check_layout(critic_hf, config.parallel) + shape_problems(config.fp8, critic_hf, config.parallel)
+        problems += [f"critic.path: {problem}" for problem in unfit]
         if hf_config is not None and critic_hf.vocab_size != hf_config.vocab_size:
             problems.append(f"critic.path: vocabulary of {critic_hf.vocab_size}, the actor's is {hf_config.vocab_size}")
     if critic_hf is not None and critic_kind(config) == "value_head":

@@ -180,5 +180,5 @@ def _new_model(hf_config: PretrainedConfig, head: str, topology: Topology, confi
     dtype = getattr(torch, config.model.dtype)
     return build_model(
         hf_config, topology, config.parallel, dtype, head, config.megatron, config.run.seed,
-        value_outputs=HEAD_OUTPUTS[config.critic.head],
+        value_outputs=HEAD_OUTPUTS[config.critic.head], fp8=config.fp8,
     )  # fmt: skip

@@ -57,6 +57,9 @@ def pack(
 ) -> PackedBatch:
     """Lay sequences int[L_i] end to end and pad to a multiple of `align` tokens.
 
+    Padding repeats the longest one's start, as a sequence of its own without loss. Its activations are those of the
+    tokens it repeats, so that no amax of a quantised tensor sees anything new; a padding token's could be the largest.
+
     Tokens from `loss_starts[i]` (>= 1) on carry loss; `fields[name][i]` is [L_i - loss_starts[i], ...], one value or
     row for each of them, placed at the position whose logits predict it: loss_starts[i] - 1 ... L_i - 2. A field
     becomes [1, T, ...], float32 of floats, int64 of integers and booleans, 0 where it has no value.
@@ -69,15 +72,15 @@ def pack(
     lengths = [len(ids) for ids in sequences]
     total = sum(lengths)
     padded = max(-(-total // align), 1) * align
-    segments = lengths + ([padded - total] if padded > total else [])
+    repeats = _padding(sequences, padded - total, pad_id)
+    segments = lengths + [len(ids) for ids in repeats]
     starts = np.concatenate([[0], np.cumsum(segments)]).astype(np.int32)
-    token_ids = np.full(padded, pad_id, dtype=np.int64)
+    token_ids = np.concatenate([*sequences, *repeats]).astype(np.int64)
     labels = np.full(padded, pad_id, dtype=np.int64)
     loss_mask = np.zeros(padded, dtype=np.float32)
     columns = _empty_columns(fields, templates or {}, padded)
     for i, ids in enumerate(sequences):
         start, end = int(starts[i]), int(starts[i + 1])
-        token_ids[start:end] = ids
         labels[start : end - 1] = ids[1:]
         predicting = slice(start + loss_starts[i] - 1, end - 1)
         loss_mask[predicting] = 1.0
@@ -95,7 +98,7 @@ def pack(
 
 
 def num_sequences(batch: PackedBatch) -> int:
-    """S, the padding at the end counted as one more sequence; no wait for the device."""
+    """S, each repeat that pads the end counted as one more sequence; no wait for the device."""
     return batch.cu_seqlens.shape[0] - 1
 
 
@@ -107,6 +110,13 @@ def sequence_ids(batch: PackedBatch) -> torch.Tensor:
     lengths = batch.cu_seqlens.diff().long()
     indices = torch.arange(num_sequences(batch), device=lengths.device)
     return torch.repeat_interleave(indices, lengths, output_size=batch.token_ids.shape[1]).unsqueeze(0)
+
+
+def _padding(sequences: Sequence[np.ndarray], num_tokens: int, pad_id: int) -> list[np.ndarray]:
+    """Sequences of `num_tokens` tokens in all; see `pack`. The padding token where there is nothing to repeat."""
+    longest = max(sequences, key=len, default=np.full(num_tokens, pad_id, dtype=np.int64))
+    cuts = range(0, num_tokens, max(len(longest), 1))
+    return [longest[: num_tokens - cut] for cut in cuts]
 
 
 def _row(values: np.ndarray) -> torch.Tensor:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from megatron_ac2.model.fp8_rounding import largest, round_codes
 from megatron_ac2.model.hf_table import LM_HEAD
 from megatron_ac2.types import UserError
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 KINDS = ("none", "fp8_e4m3", "int8")
 
-_LARGEST = {"fp8_e4m3": 448.0, "int8": 127.0}
+_LARGEST = {"fp8_e4m3": largest(torch.float8_e4m3fn), "int8": 127.0}
 _KEPT = frozenset({"model.embed_tokens.weight", LM_HEAD})  # look-up table and output layer stay in full precision
 
 
@@ -83,5 +84,5 @@ def quantise_dequantise(matrix: torch.Tensor, kind: str) -> torch.Tensor:
 
 _CODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "int8": lambda codes: codes.round().to(torch.int8),
-    "fp8_e4m3": lambda codes: codes.to(torch.float8_e4m3fn),
+    "fp8_e4m3": lambda codes: round_codes(codes, torch.float8_e4m3fn),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +18,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig, PretrainedConfig
 
-from megatron_ac2.config import ParallelConfig
+from megatron_ac2.config import Fp8Config, ParallelConfig
+from megatron_ac2.model import fp8 as fp8_training
 from megatron_ac2.model.experts import expert_fields, expert_problems, layout_problems, refused_fields, sparse_layers
 from megatron_ac2.model.families import family_of, refusals
+from megatron_ac2.model.fp8_linear import EmulatedFp8
 from megatron_ac2.model.hf_table import head_dim
 from megatron_ac2.model.hidden_head import HiddenModel
 from megatron_ac2.model.modules import torch_block_spec
@@ -99,33 +100,38 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> list[
     return problems + layout_problems(hf_config, parallel)
 
 
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine's torch modules are there; its bare meta package, which has none, does not count."""
-    if importlib.util.find_spec("transformer_engine") is None:
-        return False
-    return importlib.util.find_spec("transformer_engine.pytorch") is not None
-
-
 def transformer_config(
     hf_config: PretrainedConfig,
     parallel: ParallelConfig,
     dtype: torch.dtype,
     extra: dict[str, Any] | None = None,
+    fp8: Fp8Config | None = None,
 ) -> TransformerConfig:
     """Megatron's config of the model. `extra` holds further TransformerConfig fields (the `megatron` section).
 
-    Raises `UserError` for fields in `extra` that are unknown, derived from elsewhere, or impossible here.
+    Raises `UserError` for fields in `extra` that are unknown, derived from elsewhere, or impossible here, and for an
+    FP8 recipe that this platform or the model's shapes do not take.
     """
-    derived = _derived_fields(hf_config, parallel, dtype)
+    fp8 = fp8 or Fp8Config()
     extra = dict(extra or {})
-    problems = _extra_errors(extra, derived) + refused_fields(extra)
+    problems = config_problems(hf_config, parallel, extra, fp8)
     if problems:
         raise UserError(problems)
+    derived = {**_derived_fields(hf_config, parallel, dtype), **fp8_training.megatron_fields(fp8)}
     platform = {} if torch.cuda.is_available() else _CPU_FIELDS
     try:
         return TransformerConfig(**{**platform, **extra, **derived})
     except (ValueError, AssertionError, TypeError) as error:
         raise UserError(f"megatron: TransformerConfig refuses {extra}: {error}") from error
+
+
+def config_problems(
+    hf_config: PretrainedConfig, parallel: ParallelConfig, extra: dict[str, Any], fp8: Fp8Config
+) -> list[str]:
+    """What is wrong with the sections `megatron` (`extra`) and `fp8` for this model, here, as messages."""
+    derived = _derived_fields(hf_config, parallel, torch.float32)
+    problems = _extra_errors(extra, derived) + refused_fields(extra)
+    return problems + fp8_training.fp8_problems(fp8, hf_config, parallel, extra)
 
 
 def _derived_fields(hf_config: PretrainedConfig, parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -167,11 +173,10 @@ def _extra_errors(extra: dict[str, Any], derived: dict[str, Any]) -> list[str]:
             problems.append(f"megatron.{name}: found {value!r}; TransformerConfig has no such field")
         elif name in derived_elsewhere:
             problems.append(f"megatron.{name}: found {value!r}; it follows from the model and the parallel section")
-        elif name in ("fp8", "fp4") and value and not has_transformer_engine():
-            problems.append(
-                f"megatron.{name}: found {value!r}, which needs Transformer Engine, and it is not installed here; "
-                "Megatron would silently train unquantised; accepted here: null"
-            )
+        elif name in fp8_training.OWNED_FIELDS:
+            problems.append(f"megatron.{name}: found {value!r}; it follows from the section fp8: set fp8.recipe")
+        elif name.startswith(("fp8", "fp4")) and value:
+            problems.append(f"megatron.{name}: found {value!r}; not supported, accepted: null or false")
     return problems
 
 
@@ -184,6 +189,7 @@ def build_model(
     extra: dict[str, Any] | None = None,
     seed: int = 0,
     value_outputs: int = 1,
+    fp8: Fp8Config | None = None,
 ) -> GPTModel:
     """This rank's stage and shard, freshly initialised. On the last stage it returns logits [B, S, V / tensor] ("lm"),
     hidden states [B, S, H] for a loss that is fused with the output layer ("hidden", the same weights as "lm"), or
@@ -194,7 +200,7 @@ def build_model(
     problems = check_layout(hf_config, parallel)
     if problems:
         raise UserError(problems)
-    config = transformer_config(hf_config, parallel, dtype, extra)
+    config = transformer_config(hf_config, parallel, dtype, extra, fp8)
     arguments: dict[str, Any] = {
         "vocab_size": padded_vocab_size(hf_config, topology.tensor),
         "max_sequence_length": hf_config.max_position_embeddings,
@@ -209,17 +215,17 @@ def build_model(
     devices = [] if topology.on_cpu else [topology.device]
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        spec = _layer_spec(config, topology)
+        spec = _layer_spec(config, topology, fp8 or Fp8Config())
         if head != "value":
             return (HiddenModel if head == "hidden" else GPTModel)(config, spec, **arguments)
         head_arguments = {"device": topology.device, "head_seed": seed, "num_outputs": value_outputs}
         return ValueModel(config, spec, **arguments, **head_arguments)
 
 
-def _layer_spec(config: TransformerConfig, topology: Topology) -> Any:
+def _layer_spec(config: TransformerConfig, topology: Topology, fp8: Fp8Config) -> Any:
     if topology.on_cpu:
-        return torch_block_spec(config)
-    if not has_transformer_engine():
+        return torch_block_spec(config, EmulatedFp8(fp8, topology.pg.tp_dp_cp) if fp8.emulate else None)
+    if not fp8_training.has_transformer_engine():
         raise UserError(
             "transformer_engine: not installed; training on CUDA needs it (packed sequences and sequence parallel); "
             "see requirements.txt, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on CPU"

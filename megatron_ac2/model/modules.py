@@ -21,6 +21,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_ac2.model.fp8_linear import EmulatedFp8, rounds_layer, with_rounding
+
 
 class TorchRMSNorm(torch.nn.RMSNorm):
     """RMSNorm over the last dim. Its weight is marked so that its gradient is summed over tensor ranks under
@@ -85,15 +87,19 @@ class TorchAttention(MegatronModule):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
 
 
-def torch_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """This stage's block: Megatron's local layers with the modules above in them.
+def torch_block_spec(config: TransformerConfig, emulated: EmulatedFp8 | None = None) -> TransformerBlockSubmodules:
+    """This stage's block: Megatron's local layers with the modules above in them, and FP8 rounding where asked for.
 
     Given only a layer spec, Megatron would pick the final norm itself: the stock one.
     """
     specs = get_gpt_decoder_layer_specs(config, use_transformer_engine=False, normalization="RMSNorm")
     first = get_transformer_layer_offset(config)
-    mine = specs[first : first + get_num_layers_to_build(config)]
-    return TransformerBlockSubmodules(layer_specs=[_with_torch_modules(s) for s in mine], layer_norm=TorchRMSNorm)
+    mine = range(first, first + get_num_layers_to_build(config))
+    layers = [_with_torch_modules(specs[layer]) for layer in mine]
+    if emulated is not None:
+        rounding = [rounds_layer(emulated.fp8, layer, config.num_layers) for layer in mine]
+        layers = [with_rounding(s, emulated) if rounds else s for s, rounds in zip(layers, rounding, strict=True)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchRMSNorm)
 
 
 def _with_torch_modules(spec: ModuleSpec) -> ModuleSpec:

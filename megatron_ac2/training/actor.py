@@ -68,7 +68,7 @@ class Actor:
         self.is_filtered = config.sampling.top_p < 1 or bool(config.sampling.top_k)
         self.num_recorded = num_recorded_logprobs(config, vocab_size)
         self.pad_id = pad_id
-        self.align = align or step.token_alignment(topology)
+        self.align = align or step.token_alignment(topology, config.fp8)
         self._updates_since_score = 0
 
     def pack_minibatch(self, sequences: Sequence[TrainSequence]) -> Minibatch:

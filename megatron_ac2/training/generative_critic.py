@@ -67,7 +67,7 @@ class GenerativeCritic:
         self.loss_op = config.actor.loss_op
         self.max_context_len = self.config.max_context_len or model_max_len
         self.pad_id = pad_id
-        self.align = align or step.token_alignment(topology)
+        self.align = align or step.token_alignment(topology, config.fp8)
         self.tree = _tree(self.config.value, tokenizer)
 
     def score(self, states: Sequence[CriticState]) -> Values:

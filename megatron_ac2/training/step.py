@@ -32,6 +32,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
+from megatron_ac2.config import Fp8Config
+from megatron_ac2.model.fp8 import token_multiple
 from megatron_ac2.parallel.collectives import broadcast_object, reduce_scalars
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training.optimizer import StepResult
@@ -134,9 +136,10 @@ def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
     return dataclasses.replace(batch, **moved, fields={name: x.to(device) for name, x in batch.fields.items()})
 
 
-def token_alignment(topology: Topology) -> int:
-    """Packed lengths are multiples of it: sequence parallel splits them over tensor ranks, FP8 GEMMs want 16 each."""
-    return topology.tensor * (1 if topology.on_cpu else 16)
+def token_alignment(topology: Topology, fp8: Fp8Config | None = None) -> int:
+    """Packed lengths are multiples of it: sequence parallel splits them over tensor ranks, and each share is a multiple
+    of what kernels want: 16 on CUDA, and what the FP8 recipe asks for (model/fp8.py has the numbers' sources)."""
+    return topology.tensor * math.lcm(1 if topology.on_cpu else 16, token_multiple(fp8 or Fp8Config()))
 
 
 def _run(

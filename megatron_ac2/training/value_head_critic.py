@@ -62,7 +62,7 @@ class ValueHeadCritic:
         self.separator_id = separator_id
         self.max_context_len = self.config.max_context_len or model_max_len
         self.pad_id = pad_id
-        self.align = align or step.token_alignment(topology)
+        self.align = align or step.token_alignment(topology, config.fp8)
         self.snapshot_model = snapshot_model
         if snapshot_model is not None:
             self.refresh_snapshot()

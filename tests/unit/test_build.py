@@ -19,7 +19,6 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_ac2.config import ParallelConfig
-from megatron_ac2.model import build
 from megatron_ac2.model.build import check_layout, load_hf_config, padded_vocab_size, transformer_config
 from megatron_ac2.model.families import FAMILIES
 from megatron_ac2.model.hf_table import Table
@@ -100,14 +99,6 @@ def test_every_bad_extra_field_is_named():
 def test_values_that_megatron_refuses_are_user_errors():
     with pytest.raises(UserError, match="recompute_granularity"):
         transformer_config(qwen3(), ParallelConfig(), torch.float32, {"recompute_granularity": "some"})
-
-
-@pytest.mark.parametrize("field", ["fp8", "fp4"])
-def test_low_precision_without_transformer_engine_is_refused(field: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(build, "has_transformer_engine", lambda: False)
-    with pytest.raises(UserError, match=f"megatron.{field}.*Transformer Engine"):
-        transformer_config(qwen3(), ParallelConfig(), torch.bfloat16, {field: "hybrid"})
-    assert not transformer_config(qwen3(), ParallelConfig(), torch.bfloat16, {field: None}).fp8
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 6), (2, 3)])

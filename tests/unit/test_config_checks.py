@@ -60,6 +60,13 @@ COMBINATIONS = [
      {"sampling.audit_fraction": 0.1}),
     ("readiness.demote_threshold", {"readiness.demote_threshold": 0.3, "readiness.kind": "global_only"},
      {"readiness.kind": "terminal_only"}),
+    ("fp8.emulate", {"fp8.emulate": True}, {"fp8.recipe": "mxfp8"}),
+    ("fp8.recipe", {"fp8.recipe": "mxfp8", "model.dtype": "float32"}, {"fp8.emulate": True}),
+    ("fp8.recipe", {"fp8.recipe": "delayed", "actor.reference_kl.coefficient": 0.1}, {"fp8.recipe": "tensorwise"}),
+    ("fp8.recipe", {"fp8.recipe": "delayed", "critic.fit": "nstep", "critic.kind": "value_head"},
+     {"fp8.recipe": "tensorwise"}),
+    ("fp8.keep_first_layers", {"fp8.recipe": "delayed", "fp8.keep_first_layers": 1}, {"fp8.recipe": "tensorwise"}),
+    ("fp8.keep_last_layers", {"fp8.recipe": "delayed", "fp8.keep_last_layers": 1}, {"fp8.recipe": "blockwise"}),
     ("actor.clip_high", {"actor.clip_high": 0.05}, {"entropy.enabled": False}),
     ("actor.clip_high", {"actor.clip_high": 0.05, "actor.loss": "gspo"}, {"actor.loss": "policy_gradient"}),
     ("actor.dual_clip", {"actor.dual_clip": 1.3}, {"actor.dual_clip": None}),
@@ -160,6 +167,8 @@ def test_a_zero_divisor_is_a_message_like_any_other(field):
         ({"actor.score_centering.enabled": True, "actor.importance.kind": "token_is"}, ["actor.score_centering"]),
         ({"engine.rounding": "int8"}, ["engine.rounding"]),
         ({"engine.publish_every": 2}, ["engine.publish_every"]),
+        ({"fp8.recipe": "delayed"}, ["fp8.recipe"]),
+        ({"fp8.recipe": "blockwise", "fp8.emulate": True}, ["fp8.emulate"]),
     ],
 )  # fmt: skip
 def test_legal_but_doubtful_choices_get_a_word(changes, starts):

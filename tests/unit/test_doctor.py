@@ -50,11 +50,12 @@ def test_everything_missing_is_found_at_once(config, tmp_path):
     (tmp_path / "model" / "model.safetensors").unlink()
     (tmp_path / "model" / "tokenizer.json").unlink()
     overrides = ["data.train=absent.jsonl", "data.validation=gone.jsonl", "parallel.pipeline=2",
-                 "critic.kind=value_head", "critic.path=nowhere", "megatron.fp8=hybrid"]  # fmt: skip
+                 "critic.kind=value_head", "critic.path=nowhere", "megatron.fp8=hybrid",
+                 "fp8.recipe=tensorwise"]  # fmt: skip
     found = [(finding.subject, finding.text) for finding in errors(check_run([config], overrides, on_gpu=False))]
     expected = [("data.train", "absent.jsonl"), ("data.validation", "gone.jsonl"), ("critic.path", "nowhere"),
-                ("megatron.fp8", "Transformer Engine"), ("model.path", "safetensors"), ("model.path", "tokenizer"),
-                ("parallel", "3 layers")]  # fmt: skip
+                ("megatron.fp8", "fp8.recipe"), ("fp8.recipe", "Transformer Engine"), ("model.path", "safetensors"),
+                ("model.path", "tokenizer"), ("parallel", "3 layers")]  # fmt: skip
     for subject, part in expected:
         assert any(subject == s and part in text for s, text in found), (subject, part, found)
     assert len(found) == len(expected)

@@ -65,7 +65,7 @@ def test_pack_hand_worked() -> None:
         align=4,
         pad_id=99,
     )
-    assert batch.token_ids.tolist() == [[10, 11, 12, 13, 20, 21, 99, 99]]
+    assert batch.token_ids.tolist() == [[10, 11, 12, 13, 20, 21, 10, 11]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1]]
     assert batch.labels.tolist() == [[11, 12, 13, 99, 21, 99, 99, 99]]
     assert batch.loss_mask.tolist() == [[0, 1, 1, 0, 1, 0, 0, 0]]
@@ -117,8 +117,13 @@ def test_no_padding_means_no_padding_sequence() -> None:
     assert batch.cu_seqlens.tolist() == [0, 3, 4]
 
 
-def test_a_long_padding_counts_for_the_longest_sequence() -> None:
-    assert pack([ids(1, 2)], {}, [1], align=16, pad_id=0).max_seq_len == 14
+def test_padding_repeats_the_longest_sequence_as_often_as_it_takes() -> None:
+    """Positions and causal attention start anew: the repeats' activations are those of the first tokens."""
+    batch = pack([ids(9), ids(1, 2, 3)], {}, [1, 1], align=12, pad_id=0)
+    assert batch.token_ids.tolist() == [[9, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2]]
+    assert batch.position_ids.tolist() == [[0, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1]]
+    assert batch.cu_seqlens.tolist() == [0, 1, 4, 7, 10, 12] and batch.max_seq_len == 3
+    assert batch.loss_mask.tolist() == [[0, 1, 1] + [0] * 9] and num_sequences(batch) == 5
 
 
 def test_empty_pack_is_one_masked_batch_with_every_field() -> None:
@@ -182,7 +187,8 @@ def test_unpacking_gives_back_every_value_where_its_token_is_predicted(data, row
     templates = {name: np.zeros((0, *rows), kind) for name, kind in (("floats", np.float64), ("ints", np.int32))}
     batch = pack(sequences, fields, starts, align, pad_id=0, templates=templates)
     owners, mask = sequence_ids(batch)[0], batch.loss_mask[0].bool()
-    assert num_sequences(batch) - len(sequences) == int(batch.token_ids.shape[1] > sum(lengths))
+    num_repeats = -(-(batch.token_ids.shape[1] - sum(lengths)) // max(lengths, default=align))
+    assert num_sequences(batch) - len(sequences) == num_repeats
     for i, (sequence, start) in enumerate(zip(sequences, starts)):
         own = owners == i
         assert batch.token_ids[0, own].tolist() == sequence.tolist()

@@ -1,0 +1,14 @@
+"""Emulated FP8 rounds alike in every layout in which Transformer Engine would; see fp8_cases.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.distributed import fp8_cases
+from tests.distributed.launch import torchrun
+
+
+def test_emulated_fp8_in_every_layout(tmp_path: Path) -> None:
+    output = torchrun(fp8_cases.__file__, 2, tmp_path, timeout=600)
+    assert [output.count(f"passed {recipe} ") for recipe in fp8_cases.RECIPES] == [1] * len(fp8_cases.RECIPES)
+    assert output.count("done") == 2
