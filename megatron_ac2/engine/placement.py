@@ -12,23 +12,29 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from megatron_ac2.engine.experts import read_experts
+
 _ALL = slice(None)
+_EXPERTS = ("w13_weight", "w2_weight")  # gate and up projections one after the other, and the down projections
 _UNIT_VECTORS = 1024  # a block of [1024, output] activations at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`hf_name`[rows, columns] lies in rows `local_rows` of the layer's `parameter`, "weight" or "bias"."""
+    """`hf_name`[rows, columns] lies in rows `local_rows` of the layer's `parameter`, "weight" or "bias"; of experts, in
+    the rows of all of them one after another."""
 
     hf_name: str
     local_rows: slice
@@ -45,9 +51,10 @@ def placements(model: nn.Module) -> dict[str, tuple[nn.Module, list[Placement]]]
         if not parameters:
             continue
         known = {"weight", "bias"} if "bias" in parameters and isinstance(layer, QKVParallelLinear) else {"weight"}
+        known = set(_EXPERTS) if isinstance(layer, RoutedExperts) else known
         if set(parameters) != known:
             raise RuntimeError(f"engine layer {name} ({type(layer).__name__}) has parameters {sorted(parameters)}; "
-                               "only plain weights and a bias of q, k and v can be verified: "
+                               "only plain weights, experts' and a bias of q, k and v can be verified: "
                                "set engine.verify_weights=false")  # fmt: skip
         table[name] = (layer, _placements_of(model, name, layer))
     return table
@@ -70,8 +77,10 @@ def _placements_of(model: nn.Module, name: str, layer: nn.Module) -> list[Placem
         case VocabParallelEmbedding():  # ParallelLMHead is one too
             start, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
             return [Placement(_vocab_name(model, name, layer), slice(0, end - start), slice(start, end), _ALL)]
-        case RMSNorm():
+        case RMSNorm() | ReplicatedLinear():  # the latter routes tokens to experts
             return [Placement(f"{name}.weight", _ALL, _ALL, _ALL)]
+        case RoutedExperts():
+            return _experts(name, layer)
     raise RuntimeError(f"engine layer {name}: class {type(layer).__name__} is not in the placement table; "
                        "set engine.verify_weights=false")  # fmt: skip
 
@@ -99,6 +108,23 @@ def _stacked(
     return found
 
 
+def _experts(name: str, layer: RoutedExperts) -> list[Placement]:
+    if layer.local_num_experts != layer.global_num_experts:
+        raise RuntimeError(f"engine layer {name}: holds {layer.local_num_experts} of {layer.global_num_experts} "
+                           "experts, and only whole sets can be verified: set engine.verify_weights=false")  # fmt: skip
+    width, rank = layer.moe_config.intermediate_size_per_partition, layer.moe_config.tp_rank
+    mine, hidden, padded = slice(rank * width, (rank + 1) * width), layer.hidden_size, layer.w13_weight.shape[1] // 2
+    parent, found = name.rpartition(".")[0], []
+    for expert in range(layer.global_num_experts):
+        for index, part in enumerate(("gate_proj", "up_proj")):
+            at = (2 * expert + index) * padded
+            rows = slice(at, at + width)
+            found.append(Placement(f"{parent}.{expert}.{part}.weight", rows, mine, _ALL, _EXPERTS[0]))
+        rows = slice(expert * hidden, (expert + 1) * hidden)
+        found.append(Placement(f"{parent}.{expert}.down_proj.weight", rows, _ALL, mine, _EXPERTS[1]))
+    return found
+
+
 def _vocab_name(model: nn.Module, name: str, layer: nn.Module) -> str:
     """A tied output layer holds the embedding's tensor."""
     tied = isinstance(layer, ParallelLMHead) and model.config.tie_word_embeddings
@@ -110,11 +136,15 @@ def read_parameter(layer: nn.Module, parameter: str) -> Iterator[tuple[int, torc
     if parameter == "bias":
         yield 0, layer.bias.to(layer.params_dtype)  # vLLM widens the bias of a small bf16 layer to fp32
         return
+    if parameter in _EXPERTS:
+        yield 0, read_experts(layer, parameter).flatten(0, 1)
+        return
     packed = hasattr(layer, "cpu_linear") and isinstance(layer, LinearBase | ParallelLMHead)
     if not packed:
         yield 0, layer.weight
         return
-    width = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
+    sizes = ("input_size_per_partition", "embedding_dim", "input_size")
+    width = next(getattr(layer, size) for size in sizes if getattr(layer, size, None))
     for start in range(0, width, _UNIT_VECTORS):
         size = min(_UNIT_VECTORS, width - start)
         units = torch.zeros(size, width, dtype=layer.weight.dtype)

@@ -20,6 +20,7 @@ KINDS = ("none", "fp8_e4m3", "int8")
 
 _LARGEST = {"fp8_e4m3": largest(torch.float8_e4m3fn), "int8": 127.0}
 _KEPT = frozenset({"model.embed_tokens.weight", LM_HEAD})  # look-up table and output layer stay in full precision
+_ROUTER = ".mlp.gate.weight"  # so does what chooses experts, in int8 and fp8 serving too
 
 
 class RoundingError:
@@ -39,8 +40,9 @@ class RoundingError:
 
 
 def is_rounded(name: str, tensor: torch.Tensor) -> bool:
-    """Whether a Hugging Face tensor is a linear layer's matrix: norms are vectors, and the vocabulary's are kept."""
-    return tensor.dim() == 2 and name not in _KEPT
+    """Whether a Hugging Face tensor is a linear layer's matrix: norms are vectors; the vocabulary's and routers' are
+    kept."""
+    return tensor.dim() == 2 and name not in _KEPT and not name.endswith(_ROUTER)
 
 
 def round_weights(named_tensors: NamedTensors, kind: str, error: RoundingError | None = None) -> NamedTensors:

@@ -9,6 +9,7 @@ from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from megatron_ac2.engine.checksums import add, checksum
+from megatron_ac2.engine.experts import repack_experts
 from megatron_ac2.engine.placement import Placement, placements, read_parameter
 
 Sums = dict[tuple[str, str], int]  # (engine layer, Hugging Face name) -> checksum
@@ -37,6 +38,7 @@ class WeightReceiver:
             for _ in stream:  # every rank must draw the whole stream, whatever vLLM skipped at its end
                 pass
             _refresh_tied_head(model)
+            repack_experts(model)
             return _compare(table, sent, model.config.tie_word_embeddings) if verify else []
 
 

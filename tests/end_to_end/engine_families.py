@@ -1,6 +1,7 @@
 """Run by test_engine.py in a process of its own, once a family: engine_families.py FAMILY FOLDER.
 
-A trained model is published from Megatron into an engine that started with other weights; then one bias is corrupted.
+A trained model is published from Megatron into an engine that started with other weights; then single tensors are
+corrupted: biases, experts, a router.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from megatron_ac2.types import SampleRequest
 from tests.distributed import tiny_families
 
 TEMPERATURE = 0.8
+VICTIMS = {
+    "qwen2": [f"self_attn.{name}" for name in ("q_proj.weight", "k_proj.bias", "v_proj.bias")],
+    "qwen3_moe": [f"mlp.{name}" for name in ("gate.weight", "experts.3.up_proj.weight", "experts.5.down_proj.weight")],
+}
 
 
 def check(family: str, folder: Path) -> None:
@@ -37,9 +42,8 @@ def check(family: str, folder: Path) -> None:
     assert gap(engine, old) < 1e-4 and gap(engine, new) > 0.1
     publish(model, hf_config, topology, engine, 1, verify=True)
     assert engine.version == 1 and gap(engine, new) < 1e-4
-    names = ("q_proj.weight", "k_proj.bias", "v_proj.bias") if hf_config.model_type == "qwen2" else ("k_proj.weight",)
-    for name in names:
-        check_corruption_is_named(engine, model, hf_config, topology, f"model.layers.1.self_attn.{name}")
+    for name in VICTIMS.get(hf_config.model_type, ("self_attn.k_proj.weight",)):
+        check_corruption_is_named(engine, model, hf_config, topology, f"model.layers.1.{name}")
     publish(model, hf_config, topology, engine, 2, verify=True)
     assert gap(engine, new) < 1e-4
 

@@ -46,7 +46,7 @@ def test_one_engine(verdicts, case):
     assert verdicts[case] == "passed", verdicts[case]
 
 
-@pytest.mark.parametrize("family", ["qwen2_untied", "llama3"])
+@pytest.mark.parametrize("family", ["qwen2_untied", "llama3", "qwen3_moe"])
 def test_other_families(tmp_path, family):
     """Published from Megatron and verified on the way, biases of q, k and v too: the engine computes that model."""
     done = run([sys.executable, str(HERE / "engine_families.py"), family, str(tmp_path)])
