@@ -50,7 +50,7 @@ def _torch_terms(w: Widths, batch: Microbatch, options: Mapping[str, Any]) -> Te
     norm = 2 * w.hidden * _FP32 + _FP32 + w.hidden * size  # input and normalised in fp32, 1 / rms, output
     terms = {
         "attention norm": local * norm,
-        "q, k, v": t * (w.query + w.key_value) * size,
+        "q, k, v": t * w.fused * size,
         "rotated q and k, angles": t * ((w.query + w.key_value // 2) * size + 4 * w.head_dim * size),
         "attention output": t * (2 * w.query * size + w.num_heads * _FP32),  # by sequence, and joined
         "feed-forward norm": local * norm,
@@ -72,7 +72,7 @@ def _engine_terms(w: Widths, batch: Microbatch, options: Mapping[str, Any]) -> T
     ffn = 3 if options.get("bias_activation_fusion") else 5
     terms = {
         "attention norm": local * norm,
-        "q, k, v": t * (w.query + w.key_value) * size,
+        "q, k, v": t * w.fused * size,
         "rotated q and k, angles": t * ((w.query + w.key_value // 2) * size + angles),
         "attention output": t * (w.query * size + w.num_heads * _FP32),
         "feed-forward norm": local * norm,

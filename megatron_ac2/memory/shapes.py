@@ -46,6 +46,7 @@ class Widths:
     hidden: int
     query: int
     key_value: int  # both
+    fused: int  # queries, keys and values that it holds at once: all ranks' where several share a key-value head
     ffn: int
     num_heads: int
     num_groups: int
@@ -55,9 +56,11 @@ class Widths:
     @classmethod
     def of(cls, hf_config: PretrainedConfig, tensor: int) -> Widths:
         size = head_dim(hf_config)
-        heads, groups = hf_config.num_attention_heads // tensor, hf_config.num_key_value_heads // tensor
+        heads, groups = hf_config.num_attention_heads // tensor, max(1, hf_config.num_key_value_heads // tensor)
+        cut = tensor if tensor <= hf_config.num_key_value_heads else 1
         return cls(
             hidden=hf_config.hidden_size, query=heads * size, key_value=2 * groups * size,
+            fused=(hf_config.num_attention_heads + 2 * hf_config.num_key_value_heads) * size // cut,
             ffn=hf_config.intermediate_size // tensor, num_heads=heads, num_groups=groups, head_dim=size,
             qk_norm=bool(family_of(hf_config).megatron_fields["qk_layernorm"]),
         )  # fmt: skip
@@ -106,11 +109,12 @@ def chunk_parameters(
 def _layer_shapes(hf_config: PretrainedConfig, tensor: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Of those that the model's family has."""
     w = Widths.of(hf_config, tensor)
+    qkv = (hf_config.num_attention_heads + 2 * hf_config.num_key_value_heads) * w.head_dim // tensor
     shapes = {
         "input_layernorm.weight": (w.hidden,),
         "self_attention.linear_proj.weight": (w.hidden, w.query),
-        "self_attention.linear_qkv.weight": (w.query + w.key_value, w.hidden),
-        "self_attention.linear_qkv.bias": (w.query + w.key_value,),
+        "self_attention.linear_qkv.weight": (qkv, w.hidden),
+        "self_attention.linear_qkv.bias": (qkv,),
         "self_attention.q_layernorm.weight": (w.head_dim,),
         "self_attention.k_layernorm.weight": (w.head_dim,),
         "pre_mlp_layernorm.weight": (w.hidden,),

@@ -23,6 +23,7 @@ from megatron_ac2.model import fp8 as fp8_training
 from megatron_ac2.model.experts import expert_fields, expert_problems, layout_problems, refused_fields, sparse_layers
 from megatron_ac2.model.families import family_of, refusals
 from megatron_ac2.model.fp8_linear import EmulatedFp8
+from megatron_ac2.model.hf_groups import group_problems
 from megatron_ac2.model.hf_table import head_dim
 from megatron_ac2.model.hidden_head import HiddenModel
 from megatron_ac2.model.modules import torch_block_spec
@@ -79,10 +80,7 @@ def padded_vocab_size(hf_config: PretrainedConfig, tensor: int) -> int:
 
 def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> list[str]:
     """Every way in which the model cannot be cut into `parallel`, as messages; empty if it can."""
-    counts = {
-        "attention heads": hf_config.num_attention_heads,
-        "key-value heads": hf_config.num_key_value_heads,
-    }
+    counts = {"attention heads": hf_config.num_attention_heads}
     if not all(sparse_layers(hf_config)):
         counts["feed-forward channels"] = hf_config.intermediate_size
     problems = [
@@ -90,6 +88,7 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> list[
         for name, count in counts.items()
         if parallel.tensor < 1 or count % parallel.tensor
     ]
+    problems += group_problems(hf_config, parallel)
     layers = hf_config.num_hidden_layers
     if parallel.pipeline < 1 or layers % parallel.pipeline:
         problems.append(

@@ -38,7 +38,8 @@ class Table:
         self.vocab_size: int = hf_config.vocab_size
         self.tied = bool(hf_config.tie_word_embeddings)
         self._head_dim = head_dim(hf_config)
-        self._queries_per_group: int = hf_config.num_attention_heads // hf_config.num_key_value_heads
+        self.num_groups: int = hf_config.num_key_value_heads
+        self._queries_per_group: int = hf_config.num_attention_heads // self.num_groups
         self.num_experts: int = getattr(hf_config, "num_experts", None) or 0
         self._sparse = sparse_layers(hf_config)
         self._family = family_of(hf_config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PretrainedConfig
 from megatron_ac2.model.families import Cut, Rule
 from megatron_ac2.model.hf_files import VALUE_HEAD_FILE, HfFolderWriter, HfReader, copy_tokenizer
 from megatron_ac2.model.hf_gather import Entry, cut_degree, from_stage, gather
+from megatron_ac2.model.hf_groups import gather_whole, is_shared, read_slice, whole_shape
 from megatron_ac2.model.hf_table import LM_HEAD, VALUE_HEAD, Table, cut_dim
 from megatron_ac2.model.value_head import HEAD_OUTPUTS, ValueModel
 from megatron_ac2.parallel.collectives import broadcast_object, gather_objects
@@ -46,16 +48,21 @@ def _load_stage(model: GPTModel, table: Table, reader: HfReader, topology: Topol
     for rule, parameter in _ruled_parameters(model, table, topology, topology.expert_rank):
         if rule is _VALUE_HEAD_RULE and VALUE_HEAD not in reader.names:
             continue
-        shapes = [piece.shape for piece in table.unfuse(rule, parameter.detach().to("meta"))]
+        rule, shapes = _placed_shapes(rule, parameter, table, topology)
         found = _shape_errors(table, reader, rule, shapes, cut_degree(rule.of_expert, topology))
         problems += found
-        if not found:
+        if found:
+            continue
+        if is_shared(rule, table, topology):
+            loaded = read_slice(reader, rule, table, topology)
+        else:
             rank = topology.expert_tensor_rank if rule.of_expert else topology.tensor_rank
             read = [
                 _read_piece(reader, name, rule.cut, shape, rank) for name, shape in zip(rule.parts, shapes, strict=True)
             ]
-            with torch.no_grad():
-                parameter.copy_(table.fuse(rule, read))
+            loaded = table.fuse(rule, read)
+        with torch.no_grad():
+            parameter.copy_(loaded)
     if problems:
         raise UserError(problems)
 
@@ -163,14 +170,26 @@ def _manifest(model: GPTModel, table: Table, topology: Topology) -> list[Entry]:
         rule, parameter = placed[0]
         rules = [other for other, _ in placed] if rule.of_expert else [rule]
         names = zip(*(other.parts for other in rules), strict=True)
-        for piece, named in zip(table.unfuse(rule, parameter.detach().to("meta")), names, strict=True):
-            entries.append(Entry(named, rule.cut, rule.of_expert, tuple(piece.shape), piece.dtype))
+        rule, shapes = _placed_shapes(rule, parameter, table, topology)
+        for shape, named in zip(shapes, names, strict=True):
+            entries.append(Entry(named, rule.cut, rule.of_expert, tuple(shape), parameter.dtype))
     return entries
+
+
+def _placed_shapes(
+    rule: Rule, parameter: torch.nn.Parameter, table: Table, topology: Topology
+) -> tuple[Rule, list[torch.Size]]:
+    """The shapes of the HF pieces in this rank's parameter, and the rule that says how they are cut here."""
+    meta = parameter.detach().to("meta")
+    if is_shared(rule, table, topology):
+        rule, meta = replace(rule, cut="whole"), whole_shape(meta, topology)
+    return rule, [piece.shape for piece in table.unfuse(rule, meta)]
 
 
 def _pieces(model: GPTModel, table: Table, topology: Topology) -> Iterator[torch.Tensor]:
     for rule, parameter in _exported(model, table, topology):
-        yield from table.unfuse(rule, parameter.detach())
+        shared = is_shared(rule, table, topology)
+        yield from table.unfuse(rule, gather_whole(parameter.detach(), topology) if shared else parameter.detach())
 
 
 def _name_errors(table: Table, reader: HfReader, value: bool) -> list[str]:

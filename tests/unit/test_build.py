@@ -101,7 +101,7 @@ def test_values_that_megatron_refuses_are_user_errors():
         transformer_config(qwen3(), ParallelConfig(), torch.float32, {"recompute_granularity": "some"})
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 6), (2, 3)])
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 6), (2, 3), (4, 1)])
 def test_layouts_that_fit(layout: tuple[int, int]):
     assert check_layout(qwen3(), ParallelConfig(*layout)) == []
 
@@ -110,11 +110,20 @@ def test_every_violation_of_a_layout_is_listed():
     problems = check_layout(qwen3(intermediate_size=100), ParallelConfig(3, 4))
     assert problems == [
         "parallel.tensor: found 3, model has 4 attention heads; accepted: divisors of 4",
-        "parallel.tensor: found 3, model has 2 key-value heads; accepted: divisors of 2",
         "parallel.tensor: found 3, model has 100 feed-forward channels; accepted: divisors of 100",
+        "parallel.tensor: found 3, model has 2 key-value heads; accepted: divisors of 2, and multiples, where ranks "
+        "share a head",
         "parallel.pipeline: found 4, model has 6 layers; accepted: divisors of 6",
     ]
     assert "sequence parallel needs tensor > 1" in check_layout(qwen3(), ParallelConfig(1, 1, True))[0]
+
+
+def test_ranks_that_share_a_key_value_head_cut_it_evenly():
+    """12 heads in 2 groups of 6 queries: 3 ranks a head cut (6 + 2) x 2 = 16 channels, which is no multiple of 3."""
+    config = qwen3(num_attention_heads=12, head_dim=2)
+    (problem,) = check_layout(config, ParallelConfig(6))
+    assert problem.startswith("parallel.tensor: found 6, so that 3 ranks share a key-value head") and "16" in problem
+    assert check_layout(qwen3(num_attention_heads=12, head_dim=3), ParallelConfig(6)) == []
 
 
 def test_padded_vocabulary_does_not_depend_on_usual_degrees():

@@ -29,7 +29,7 @@ QWEN3_4B = Qwen3Config(
     num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151_936, tie_word_embeddings=True,
     max_position_embeddings=262_144, rope_parameters={"rope_type": "default", "rope_theta": 5e6},
 )  # fmt: skip
-WIDTHS = Widths(hidden=8, query=12, key_value=8, ffn=10, num_heads=3, num_groups=1, head_dim=4, qk_norm=False)
+WIDTHS = Widths(hidden=8, query=12, key_value=8, fused=20, ffn=10, num_heads=3, num_groups=1, head_dim=4, qk_norm=False)
 
 
 def parameter(*shape: int, dtype: torch.dtype = BF16, shared: bool = False) -> Parameter:
