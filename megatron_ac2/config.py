@@ -41,6 +41,7 @@ class ParallelConfig:
     sequence: bool = False  # sequence parallel; needs tensor > 1
     expert: int = 1  # a model's experts are shared out over so many ranks, most of them data-parallel ones
     expert_tensor: int | None = None  # over how many ranks one expert is cut; null: as `tensor`
+    context: int = 1  # ranks that share every sequence; the optimizer is sharded over them too
 
 
 @dataclass

@@ -41,7 +41,7 @@ _POSITIVE = (
     "actor.score_centering.top_k", "critic.optimizer.lr", "critic.batch_size", "critic.updates_per_step",
     "critic.max_tokens_per_microbatch", "critic.max_value_tokens", "critic.value_clip", "critic.nstep_max",
     "critic.snapshot_every", "critic.max_context_len", "estimator.brace_rho_max", "estimator.brace_c_max",
-    "estimator.rfpo_num_labelled", "sampling.num_fresh", "sampling.num_prefixes",
+    "estimator.rfpo_num_labelled", "sampling.num_fresh", "sampling.num_prefixes", "parallel.context",
     "sampling.group_size", "sampling.response_budget", "sampling.chunk_len", "sampling.cut_grid",
     "sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.dynamic_max_rounds", "replay.stale_every",
     "replay.capacity", "replay.target_capacity", "replay.min_valid_for_target", "readiness.window",

@@ -31,11 +31,13 @@ from megatron_ac2.data.worked import WorkedSolution, load_worked, step_values
 from megatron_ac2.entry import run_entry_point
 from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
 from megatron_ac2.model.hf_weights import load_hf_weights, save_hf
+from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
 from megatron_ac2.random_streams import stream
 from megatron_ac2.report import COST_FILE
+from megatron_ac2.training.context_parallel import held_part
 from megatron_ac2.training.optimizer import build_optimizer
-from megatron_ac2.training.step import Loss, apply_step, forward_backward, to_device, token_alignment
+from megatron_ac2.training.step import Loss, apply_step, forward_backward, token_alignment
 from megatron_ac2.training.token_head import TokenHead, loss_rows, negative_log_likelihood
 from megatron_ac2.training.value_labels import value_metrics, value_sums
 from megatron_ac2.types import PackedBatch, UserError
@@ -155,9 +157,10 @@ def microbatches_of(
         fields = {} if stage.head == "lm" else {"labelled": [_labelled(row) for row in rows],
                                                 "targets": [_targets(row) for row in rows]}  # fmt: skip
         batch_of = pack(
-            [row.token_ids for row in rows], fields, [row.prompt_len for row in rows], token_alignment(topology), pad_id
-        )
-        packed.append(to_device(batch_of, topology.device))
+            [row.token_ids for row in rows], fields, [row.prompt_len for row in rows], token_alignment(topology),
+            pad_id, length_multiple=length_multiple(topology.context),
+        )  # fmt: skip
+        packed.append(held_part(batch_of, topology))
     return packed
 
 

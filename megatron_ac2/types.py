@@ -192,6 +192,10 @@ class TrainSequence:
 class PackedBatch:
     """One microbatch: sequences laid end to end (the "thd" layout), padded at the end to an aligned length.
 
+    Each sequence may have padding of its own behind it, which is counted to it. `context` > 1: per-token tensors are
+    the T / context positions that one context-parallel rank holds (parallel/context.py); `cu_seqlens` and
+    `max_seq_len` stay those of the whole batch.
+
     `labels[t]` is the token after position t inside the same sequence, and every per-token field below sits at the
     position whose logits predict that label. `loss_mask` is zero on context, padding and each sequence's last position.
     """
@@ -204,6 +208,7 @@ class PackedBatch:
     max_seq_len: int
     # [1, T] or [1, T, k] each: behavior_logprobs, proximal_logprobs, advantages, targets, top_ids, ...
     fields: dict[str, torch.Tensor]
+    context: int = 1
 
 
 class Sampler(Protocol):

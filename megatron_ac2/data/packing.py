@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -54,33 +55,38 @@ def pack(
     align: int,
     pad_id: int,
     templates: Mapping[str, np.ndarray] | None = None,
+    length_multiple: int = 1,
 ) -> PackedBatch:
     """Lay sequences int[L_i] end to end and pad to a multiple of `align` tokens.
 
     Padding repeats the longest one's start, as a sequence of its own without loss. Its activations are those of the
     tokens it repeats, so that no amax of a quantised tensor sees anything new; a padding token's could be the largest.
 
+    Before that each sequence is padded to a multiple of `length_multiple`, which context parallel asks for, and this
+    padding is counted to it: the sequence begins anew behind its end. No token attends to it and it carries no loss,
+    but it reads the sequence, so that its activations are new ones.
+
     Tokens from `loss_starts[i]` (>= 1) on carry loss; `fields[name][i]` is [L_i - loss_starts[i], ...], one value or
     row for each of them, placed at the position whose logits predict it: loss_starts[i] - 1 ... L_i - 2. A field
     becomes [1, T, ...], float32 of floats, int64 of integers and booleans, 0 where it has no value.
 
-    No sequence gives one all-masked batch of `align` tokens that still has every field: float32 [1, T], or after
+    No sequence gives one all-masked batch of the least length that still has every field: float32 [1, T], or after
     `templates[name]`, an array [0, ...] of the field's row shape and dtype. Raises ValueError for lengths, row shapes
     or kinds of numbers that do not match.
     """
     _check_lengths(sequences, fields, loss_starts, align)
-    lengths = [len(ids) for ids in sequences]
-    total = sum(lengths)
-    padded = max(-(-total // align), 1) * align
-    repeats = _padding(sequences, padded - total, pad_id)
-    segments = lengths + [len(ids) for ids in repeats]
+    filled = [np.resize(ids, _round_up(len(ids), length_multiple)) for ids in sequences]
+    total = sum(map(len, filled))
+    padded = _round_up(max(total, 1), math.lcm(align, length_multiple))
+    filled += _padding(filled, padded - total, pad_id)
+    segments = [len(ids) for ids in filled]
     starts = np.concatenate([[0], np.cumsum(segments)]).astype(np.int32)
-    token_ids = np.concatenate([*sequences, *repeats]).astype(np.int64)
+    token_ids = np.concatenate(filled).astype(np.int64)
     labels = np.full(padded, pad_id, dtype=np.int64)
     loss_mask = np.zeros(padded, dtype=np.float32)
     columns = _empty_columns(fields, templates or {}, padded)
     for i, ids in enumerate(sequences):
-        start, end = int(starts[i]), int(starts[i + 1])
+        start, end = int(starts[i]), int(starts[i]) + len(ids)
         labels[start : end - 1] = ids[1:]
         predicting = slice(start + loss_starts[i] - 1, end - 1)
         loss_mask[predicting] = 1.0
@@ -103,11 +109,13 @@ def num_sequences(batch: PackedBatch) -> int:
 
 
 def sequence_ids(batch: PackedBatch) -> torch.Tensor:
-    """int64[1, T]: which sequence each position belongs to, 0 .. S - 1. On the device of the batch, without a wait.
+    """int64[1, T]: which sequence each position belongs to, 0 .. S - 1; of the positions here, where the batch was cut.
+
+    On the device of the batch, without a wait.
 
     A position carries the loss of the token after it, which is of the same sequence wherever `loss_mask` is not 0.
     """
-    lengths = batch.cu_seqlens.diff().long()
+    lengths = batch.cu_seqlens.diff().long() // batch.context
     indices = torch.arange(num_sequences(batch), device=lengths.device)
     return torch.repeat_interleave(indices, lengths, output_size=batch.token_ids.shape[1]).unsqueeze(0)
 
@@ -117,6 +125,8 @@ def _padding(sequences: Sequence[np.ndarray], num_tokens: int, pad_id: int) -> l
     longest = max(sequences, key=len, default=np.full(num_tokens, pad_id, dtype=np.int64))
     cuts = range(0, num_tokens, max(len(longest), 1))
     return [longest[: num_tokens - cut] for cut in cuts]
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
 def _row(values: np.ndarray) -> torch.Tensor:

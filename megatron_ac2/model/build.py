@@ -46,6 +46,13 @@ _CPU_FIELDS: dict[str, Any] = {
     "deallocate_pipeline_outputs": False,
 }
 
+# Other ways to share a sequence, of which packed batches know nothing.
+_CONTEXT_FIELDS: dict[str, tuple[Any, ...]] = {
+    "cp_comm_type": (None, "p2p"),
+    "hierarchical_context_parallel_sizes": (None,),
+    "hybrid_context_parallel": (False,),
+}
+
 
 def load_hf_config(path: str | Path) -> PretrainedConfig:
     """The folder's config.json. Raises `UserError` if there is none or it asks for what no family implements."""
@@ -156,6 +163,7 @@ def _derived_fields(hf_config: PretrainedConfig, parallel: ParallelConfig, dtype
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
         "sequence_parallel": parallel.sequence,
+        "context_parallel_size": parallel.context,
         **expert_fields(hf_config, parallel, grouped=torch.cuda.is_available()),
         "calculate_per_token_loss": True,
         "variable_seq_lengths": True,
@@ -165,13 +173,16 @@ def _derived_fields(hf_config: PretrainedConfig, parallel: ParallelConfig, dtype
 
 def _extra_errors(extra: dict[str, Any], derived: dict[str, Any]) -> list[str]:
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    derived_elsewhere = set(derived) | {"virtual_pipeline_model_parallel_size", "context_parallel_size"}
+    derived_elsewhere = set(derived) | {"virtual_pipeline_model_parallel_size"}
     problems = []
     for name, value in extra.items():
         if name not in known:
             problems.append(f"megatron.{name}: found {value!r}; TransformerConfig has no such field")
         elif name in derived_elsewhere:
             problems.append(f"megatron.{name}: found {value!r}; it follows from the model and the parallel section")
+        elif name in _CONTEXT_FIELDS and value not in _CONTEXT_FIELDS[name]:
+            accepted = ", ".join(map(repr, _CONTEXT_FIELDS[name]))
+            problems.append(f"megatron.{name}: found {value!r}; sequences are cut for a ring, accepted: {accepted}")
         elif name in fp8_training.OWNED_FIELDS:
             problems.append(f"megatron.{name}: found {value!r}; it follows from the section fp8: set fp8.recipe")
         elif name.startswith(("fp8", "fp4")) and value:

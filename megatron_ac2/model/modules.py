@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_ac2.model.context_attention import shared_attention
 from megatron_ac2.model.fp8_linear import EmulatedFp8, rounds_layer, with_rounding
 
 
@@ -49,6 +50,7 @@ class TorchAttention(MegatronModule):
     ):
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -62,12 +64,18 @@ class TorchAttention(MegatronModule):
     ) -> torch.Tensor:
         """Packed: query [T, heads, d], key and value [T, groups, d] -> [T, heads * d]. Batched: [S, B, ...] likewise.
 
+        Under context parallel, where only packed sequences are accepted, T is what this rank holds of them.
         A position past the last of `cu_seqlens` gets zeros.
         """
         if attention_mask is not None:
             raise NotImplementedError("TorchAttention is causal; pass attention_mask=None")
         if packed_seq_params is not None:
-            return self._packed(query, key, value, packed_seq_params.cu_seqlens_q.tolist())
+            bounds = packed_seq_params.cu_seqlens_q
+            if self.cp_group is not None:
+                return shared_attention(query, key, value, bounds, self.cp_group, self._attend)
+            return self._packed(query, key, value, bounds.tolist())
+        if self.cp_group is not None:
+            raise NotImplementedError("TorchAttention: context parallel is for packed sequences")
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         return self._causal(q, k, v).permute(2, 0, 1, 3).flatten(2)
 
@@ -83,8 +91,14 @@ class TorchAttention(MegatronModule):
         return torch.cat(pieces, dim=2)[0].transpose(0, 1).flatten(1)
 
     def _causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self._attend(q, k, v, None)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Causal without a mask."""
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
+        )
 
 
 def torch_block_spec(config: TransformerConfig, emulated: EmulatedFp8 | None = None) -> TransformerBlockSubmodules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from megatron_ac2.types import UserError
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Where this process stands. `tensor`, `pipeline` and `data` are degrees; `*_rank` this process's place in each.
+    """Where this process stands. `tensor`, `pipeline`, `data`, `context` are degrees; `*_rank` its place in each.
 
+    Data ranks train on sequences of their own, context ranks share them; gradients are summed over both (pg.dp_cp).
     The ranks of a pipeline stage are cut another way for experts: `expert` x `expert_tensor` x copies.
     """
 
@@ -39,6 +41,8 @@ class Topology:
     data_rank: int
     expert_rank: int
     expert_tensor_rank: int
+    context: int
+    context_rank: int
     pg: ProcessGroupCollection
 
     @property
@@ -80,6 +84,7 @@ def init_topology(parallel: ParallelConfig, seed: int, timeout_minutes: float = 
         pipeline_model_parallel_size=parallel.pipeline,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
+        context_parallel_size=parallel.context,
         distributed_timeout_minutes=timeout_minutes,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -88,22 +93,25 @@ def init_topology(parallel: ParallelConfig, seed: int, timeout_minutes: float = 
 
 def check_world(parallel: ParallelConfig, world_size: int) -> list[str]:
     """What keeps `parallel` from being laid over `world_size` processes, as messages."""
+    degrees = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "context": parallel.context}
+    of_experts = {"expert": parallel.expert, "expert_tensor": parallel.expert_tensor}
     problems = [
         f"parallel.{name}: found {degree}, must be >= 1"
-        for name in ("tensor", "pipeline", "expert", "expert_tensor")
-        if (degree := getattr(parallel, name)) is not None and degree < 1
+        for name, degree in {**degrees, **of_experts}.items()
+        if degree is not None and degree < 1
     ]
     if problems:
         return problems
-    model_parallel = parallel.tensor * parallel.pipeline
-    if world_size % model_parallel:
+    replica = math.prod(degrees.values())
+    if world_size % replica:
         problems.append(
-            f"parallel.tensor x parallel.pipeline: found {parallel.tensor} x {parallel.pipeline} = {model_parallel} "
-            f"with {world_size} process(es); the number of processes must be a multiple of it"
+            f"{' x '.join(f'parallel.{name}' for name in degrees)}: found "
+            f"{' x '.join(map(str, degrees.values()))} = {replica} with {world_size} process(es); "
+            "the number of processes must be a multiple of it"
         )
     expert_tensor = parallel.tensor if parallel.expert_tensor is None else parallel.expert_tensor
     expert_parallel = parallel.expert * expert_tensor * parallel.pipeline
-    if expert_parallel != model_parallel and world_size % expert_parallel:
+    if expert_parallel != parallel.tensor * parallel.pipeline and world_size % expert_parallel:
         problems.append(
             f"parallel.expert x parallel.expert_tensor x parallel.pipeline: found {parallel.expert} x {expert_tensor} "
             f"x {parallel.pipeline} = {expert_parallel} with {world_size} process(es); the number of processes must be "
@@ -152,5 +160,7 @@ def _read_topology(rank: int, world_size: int, device: torch.device) -> Topology
         data_rank=parallel_state.get_data_parallel_rank(),
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
         expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        context=parallel_state.get_context_parallel_world_size(),
+        context_rank=parallel_state.get_context_parallel_rank(),
         pg=ProcessGroupCollection.use_mpu_process_groups(),
     )

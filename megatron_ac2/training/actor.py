@@ -12,8 +12,10 @@ from megatron_ac2.algorithm.objective import PolicyObjective, aggregation_weight
 from megatron_ac2.config import Config, num_recorded_logprobs
 from megatron_ac2.data.packing import num_sequences, pack, plan_microbatches, sequence_ids
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs
+from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training import step
+from megatron_ac2.training.context_parallel import held_part, whole_rows
 from megatron_ac2.training.mismatch import mismatch_sums
 from megatron_ac2.training.policy_objective import evaluation, filtered, objective_of
 from megatron_ac2.training.token_head import TokenHead, loss_rows
@@ -25,7 +27,8 @@ class Minibatch:
     """One optimizer update's sequences, as this data-parallel rank's share of microbatches.
 
     A microbatch's `loss_mask` covers the generated tokens of sequences with a positive weight; fields["generated"]
-    covers all generated tokens, fields["empty_prefix"] those of them that answer the bare problem.
+    covers all generated tokens, fields["empty_prefix"] those of them that answer the bare problem. The sum of
+    fields["loss_weights"] times losses, over the job, is divided by the sum of fields["units"].
     """
 
     microbatches: list[PackedBatch]
@@ -153,15 +156,22 @@ class Actor:
             templates = {"top_ids": np.zeros(shape, np.int32), "top_behavior": np.zeros(shape, np.float32)}
         token_ids = [sequence.token_ids for sequence in sequences]
         starts = [sequence.num_context for sequence in sequences]
-        batch = pack(token_ids, fields, starts, self.align, self.pad_id, templates)
-        batch = step.to_device(batch, self.topology.device)
+        multiple = length_multiple(self.topology.context)
+        batch = pack(token_ids, fields, starts, self.align, self.pad_id, templates, multiple)
         batch.fields["generated"] = batch.loss_mask
         batch.loss_mask = batch.loss_mask * batch.fields.pop("weights")
-        return batch
+        weights, num_units = aggregation_weights(
+            self.config.aggregation, sequence_ids(batch), batch.loss_mask, num_sequences(batch),
+            budget=self.response_budget,
+        )  # fmt: skip
+        units = torch.zeros_like(weights, dtype=torch.int64)
+        units[0, 0] = num_units  # at one position, which one context rank holds
+        batch.fields |= {"loss_weights": weights, "units": units}
+        return held_part(batch, self.topology)
 
     def _generated_logprobs(self, output: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         rows = loss_rows(batch.fields["generated"])
-        return self._scores(self.head, output, batch, rows).labels
+        return whole_rows(self._scores(self.head, output, batch, rows).labels, rows, batch, self.topology)
 
     def _score_reference(self, output: torch.Tensor, batch: PackedBatch) -> None:
         rows = loss_rows(batch.loss_mask)
@@ -186,15 +196,11 @@ class Actor:
 
     def _policy_loss(self, output: torch.Tensor, batch: PackedBatch, objective: PolicyObjective) -> step.Loss:
         rows = loss_rows(batch.loss_mask)
-        weights, num_units = aggregation_weights(
-            self.config.aggregation, sequence_ids(batch)[0, rows], batch.loss_mask[0, rows], num_sequences(batch),
-            budget=self.response_budget,
-        )  # fmt: skip
         found = self.head.loss(
-            output, batch, rows, evaluation(batch, rows, weights, objective, self.is_filtered),
+            output, batch, rows, evaluation(batch, rows, objective, self.is_filtered, self.topology.pg.cp),
             token_local=objective.is_token_local, entropy_gradient=bool(objective.entropy_bonus),
         )  # fmt: skip
-        return found.loss, num_units, found.metrics
+        return found.loss, batch.fields["units"].sum(), found.metrics
 
 
 def _spread(values: torch.Tensor, rows: torch.Tensor, batch: PackedBatch) -> torch.Tensor:

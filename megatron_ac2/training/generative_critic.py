@@ -14,8 +14,10 @@ from megatron_ac2.algorithm.soft_value import ReplyTree, reply_tree, soft_value
 from megatron_ac2.algorithm.value_prompt import build_value_prompt, grid_replies, parse_value, value_ids
 from megatron_ac2.config import Config
 from megatron_ac2.data.packing import pack, plan_microbatches
+from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training import step
+from megatron_ac2.training.context_parallel import held_part
 from megatron_ac2.training.token_head import TokenHead, loss_rows, negative_log_likelihood
 from megatron_ac2.types import CriticExample, CriticState, PackedBatch, Sampler, SampleRequest, UserError, Values
 
@@ -162,8 +164,9 @@ class GenerativeCritic:
             [pair.prompt_len for pair in pairs],
             self.align,
             self.pad_id,
+            length_multiple=length_multiple(self.topology.context),
         )
-        return step.to_device(batch, self.topology.device)
+        return held_part(batch, self.topology)
 
 
 def _reply_loss(head: TokenHead, output: torch.Tensor, batch: PackedBatch) -> step.Loss:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from megatron_ac2.algorithm.objective import PolicyObjective, PolicyTokens, policy_loss
 from megatron_ac2.config import ActorConfig
 from megatron_ac2.data.packing import num_sequences, sequence_ids
 from megatron_ac2.kernels.chunk_loss import Objective
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs, restricted_logprobs
+from megatron_ac2.training.context_parallel import count_once, whole_tokens
 from megatron_ac2.training.mismatch import largest
 from megatron_ac2.types import PackedBatch
 
@@ -35,15 +37,17 @@ def objective_of(config: ActorConfig) -> PolicyObjective:
 
 
 def evaluation(
-    batch: PackedBatch, rows: torch.Tensor, weights: torch.Tensor, objective: PolicyObjective, is_filtered: bool
+    batch: PackedBatch, rows: torch.Tensor, objective: PolicyObjective, is_filtered: bool, cp_group: dist.ProcessGroup
 ) -> Objective:
-    """The objective over `rows` int64[R] of a packed batch, with aggregation weights [R], or over a slice of them.
+    """The objective over `rows` int64[R] of a packed batch, weighed by fields["loss_weights"], or over a slice of them.
 
     It gives the SUM of the losses (the division by the job's units is Megatron's, training/step.py) and metric sums.
-    `is_filtered`: the sampler had a top-p or top-k filter, so that log-probs are those of what it left.
+    Where it looks at whole sequences of a batch that was cut, context ranks evaluate it together, over all of their
+    rows. `is_filtered`: the sampler had a top-p or top-k filter, so that log-probs are those of what it left.
     """
     fields = {name: field[0, rows] for name, field in batch.fields.items()}
     ids, count = sequence_ids(batch)[0, rows], num_sequences(batch)
+    is_shared = batch.context > 1 and not objective.is_token_local
 
     def evaluate(scores: TokenLogprobs, part: slice) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         def column(name: str) -> torch.Tensor | None:
@@ -56,7 +60,7 @@ def evaluation(
             proximal=fields["proximal_logprobs"][part],
             behavior=fields["behavior_logprobs"][part],
             advantages=fields["advantages"][part],
-            mask=weights[part],
+            mask=fields["loss_weights"][part],
             sequence_ids=ids[part],
             num_sequences=count,
             entropy=scores.entropy,
@@ -64,8 +68,12 @@ def evaluation(
             top_current=scores.top,
             top_behavior=column("top_behavior"),
         )
-        loss, metrics = policy_loss(tokens, objective, 1.0)
         error = (scores.labels.detach() - tokens.proximal).abs()
+        if is_shared:
+            loss, metrics = policy_loss(whole_tokens(tokens, rows, batch, cp_group), objective, 1.0)
+            loss, metrics = count_once(loss, metrics, cp_group)
+        else:
+            loss, metrics = policy_loss(tokens, objective, 1.0)
         return loss, metrics | {"log_ratio_error_max": largest(error)}
 
     return evaluate

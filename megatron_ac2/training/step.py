@@ -10,8 +10,8 @@ count. The gradient is the one of (sum over the whole job) / (count over the who
 | 1 / data-parallel degree   | DDP's gradient_scaling_factor          | 1: calculate_per_token_loss, so a plain sum   |
 | tensor-parallel degree     | nowhere                                | none: each rank's backward covers its columns |
 | 1 / count over the job     | finalize_model_grads, on all gradients | the only division: the last stage's count is  |
-|                            |                                        | sent to all stages, summed over data ranks;   |
-|                            |                                        | a count of 0 divides nothing                  |
+|                            |                                        | sent to all stages, summed over data and      |
+|                            |                                        | context ranks; a count of 0 divides nothing   |
 | loss scale                 | backward_step, config.grad_scale_func  | none: fp32 and bf16 need no loss scaling      |
 
 A loss with unequal weights normalises them to mean one before it sums; dividing by the count is then right for it too.
@@ -112,14 +112,15 @@ def reduce_metrics(collected: Sequence[Mapping[str, torch.Tensor]], topology: To
                 maxima[name] = values.amax().item()
             else:
                 sums[name] = values.sum().item()
-        sums = reduce_scalars(sums, "sum", topology.pg.dp)
-        maxima = reduce_scalars(maxima, "max", topology.pg.dp)
+        sums = reduce_scalars(sums, "sum", topology.pg.dp_cp)
+        maxima = reduce_scalars(maxima, "max", topology.pg.dp_cp)
     # The last rank of the world is on the last stage: the pipeline is the outermost axis.
     return broadcast_object({**sums, **maxima}, source=topology.world_size - 1)
 
 
 def sum_to_all(values: torch.Tensor, topology: Topology) -> torch.Tensor:
-    """Sum `values` over the data ranks of the last stage, then hand the sum to every stage. In place; same on all."""
+    """Sum `values`, the same on all context ranks, over the data ranks of the last stage, and hand the sum to every
+    stage. In place; same on all."""
     if topology.is_last_stage:
         dist.all_reduce(values, group=topology.pg.dp)
     last = dist.get_global_rank(topology.pg.pp, topology.pipeline - 1)
@@ -137,9 +138,11 @@ def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
 
 
 def token_alignment(topology: Topology, fp8: Fp8Config | None = None) -> int:
-    """Packed lengths are multiples of it: sequence parallel splits them over tensor ranks, and each share is a multiple
-    of what kernels want: 16 on CUDA, and what the FP8 recipe asks for (model/fp8.py has the numbers' sources)."""
-    return topology.tensor * math.lcm(1 if topology.on_cpu else 16, token_multiple(fp8 or Fp8Config()))
+    """Packed lengths are multiples of it: context ranks share them, sequence parallel splits what each of these holds
+    over tensor ranks, and each share is a multiple of what kernels want: 16 on CUDA, and what the FP8 recipe asks for
+    (model/fp8.py has the numbers' sources)."""
+    share = math.lcm(1 if topology.on_cpu else 16, token_multiple(fp8 or Fp8Config()))
+    return topology.context * topology.tensor * share
 
 
 def _run(
@@ -152,7 +155,8 @@ def _run(
         data_iterator=iter(microbatches),
         model=model,
         num_microbatches=len(microbatches),
-        seq_length=microbatches[0].token_ids.shape[1],  # the first; variable_seq_lengths sends each one's shape
+        seq_length=microbatches[0].token_ids.shape[1]
+        * topology.context,  # the first; variable_seq_lengths sends each one's shape
         micro_batch_size=1,
         forward_only=forward_only,
         p2p_communicator=P2PCommunicator(topology.pg.pp, get_model_config(model)),
@@ -171,6 +175,9 @@ def _forward_step(
         max_seqlen_q=batch.max_seq_len,
         max_seqlen_kv=batch.max_seq_len,
     )
+    if batch.context > 1:
+        # Transformer Engine asks for these under context parallel; the same tensors mean: no gap behind a sequence.
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = batch.cu_seqlens
     output = model(batch.token_ids, batch.position_ids, attention_mask=None, packed_seq_params=packed)
     return output, partial(function, batch)
 

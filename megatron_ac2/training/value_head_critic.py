@@ -11,8 +11,10 @@ import torch
 from megatron_ac2.config import Config
 from megatron_ac2.data.packing import pack, plan_microbatches
 from megatron_ac2.model.hf_weights import unwrap
+from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training import step
+from megatron_ac2.training.context_parallel import held_part, whole_values
 from megatron_ac2.training.value_labels import (
     check_labels,
     head_values,
@@ -165,7 +167,8 @@ class ValueHeadCritic:
 
     def _pack(self, contexts: Sequence[np.ndarray]) -> PackedBatch:
         ends = [len(ids) for ids in contexts]  # no token is predicted
-        return pack(contexts, {}, ends, self.align, self.pad_id)
+        multiple = length_multiple(self.topology.context)
+        return pack(contexts, {}, ends, self.align, self.pad_id, length_multiple=multiple)
 
     def _path_values(
         self, model: torch.nn.Module, states: Sequence[CriticState], positions: Sequence[np.ndarray]
@@ -178,8 +181,8 @@ class ValueHeadCritic:
         ]
         bounds = np.cumsum([0, *map(len, places)])
         mine = self._plan(contexts)
-        batches = [step.to_device(self._pack([contexts[i] for i in indices]), self.topology.device) for indices in mine]
-        outputs = step.forward_only(model, batches, lambda out, _: head_values(self.config.head, out)[0], self.topology)
+        batches = [held_part(self._pack([contexts[i] for i in indices]), self.topology) for indices in mine]
+        outputs = step.forward_only(model, batches, self._values_of, self.topology)
         values = torch.zeros(int(bounds[-1]), dtype=torch.float32, device=self.topology.device)
         for indices, batch, output in zip(mine, batches, outputs, strict=False):  # no outputs before the last stage
             for index, start in zip(indices, batch.cu_seqlens.tolist(), strict=False):
@@ -193,12 +196,18 @@ class ValueHeadCritic:
         total = sum(example.weight * len(example.positions) for example in examples)
         scale = sum(len(example.positions) for example in examples) / total if total else 0.0
         contexts = [self.context_ids(example.state) for example in examples]
+        places = []
         for ids, example in zip(contexts, examples, strict=True):  # on every rank alike, whoever will train on it
             check_labels(example)
-            places_of(len(ids), len(example.state.response_ids), example.positions)
+            places.append(places_of(len(ids), len(example.state.response_ids), example.positions))
         batches = []
         for indices in self._plan(contexts):
             batch = self._pack([contexts[index] for index in indices])
-            batch.fields.update(label_fields(batch, [examples[index] for index in indices], scale))
-            batches.append(step.to_device(batch, self.topology.device))
+            chosen, where = [examples[index] for index in indices], [places[index] for index in indices]
+            batch.fields.update(label_fields(batch, chosen, where, scale))
+            batches.append(held_part(batch, self.topology))
         return batches
+
+    def _values_of(self, output: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        """Logits [1, T / context, num_outputs] -> values [T] of the whole batch."""
+        return whole_values(head_values(self.config.head, output)[0], batch, self.topology)

@@ -43,23 +43,24 @@ def check_labels(example: DenseExample) -> None:
         raise ValueError(f"{len(positions)} labels, but old_values of shape {np.shape(example.old_values)}")
 
 
-def label_fields(batch: PackedBatch, examples: Sequence[DenseExample], scale: float) -> dict[str, torch.Tensor]:
+def label_fields(
+    batch: PackedBatch, examples: Sequence[DenseExample], places: Sequence[np.ndarray], scale: float
+) -> dict[str, torch.Tensor]:
     """What `label_loss` reads of `examples`, packed in this order: `targets` and `target_weights` float32[1, T, N], N
-    the most targets of a row here, and `old_values` float32[1, T], NaN where there is none.
+    the most targets of a row here, and `old_values` float32[1, T], NaN where there is none. `places`: see `places_of`.
 
     The N weights of a labelled position add up to its example's weight times `scale`.
     """
     shape = (*batch.loss_mask.shape, max([1, *(_as_rows(example.targets).shape[1] for example in examples)]))
     targets, weights = torch.zeros(shape), torch.zeros(shape)
     old_values = torch.full(shape[:2], torch.nan)
-    bounds = batch.cu_seqlens.tolist()
-    for example, start, end in zip(examples, bounds, bounds[1:], strict=False):  # the rest is padding
-        places = start + places_of(end - start, len(example.state.response_ids), example.positions)
+    starts = batch.cu_seqlens.tolist()
+    for example, own, start in zip(examples, places, starts, strict=False):  # the rest is padding
         rows, shares = _label_rows(example)
-        targets[0, places, : rows.shape[1]] = torch.from_numpy(rows)
-        weights[0, places, : rows.shape[1]] = torch.from_numpy(shares) * (example.weight * scale)
+        targets[0, start + own, : rows.shape[1]] = torch.from_numpy(rows)
+        weights[0, start + own, : rows.shape[1]] = torch.from_numpy(shares) * (example.weight * scale)
         if example.old_values is not None:
-            old_values[0, places] = torch.as_tensor(example.old_values, dtype=torch.float32)
+            old_values[0, start + own] = torch.as_tensor(example.old_values, dtype=torch.float32)
     return {"targets": targets, "target_weights": weights, "old_values": old_values}
 
 

@@ -12,13 +12,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from megatron_ac2.config import OptimizerConfig, ParallelConfig
 from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
 from megatron_ac2.model.checkpoint import latest, load_checkpoint, save_checkpoint
 from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights
+from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import init_topology, shutdown
+from megatron_ac2.training.context_parallel import held_part
 from megatron_ac2.training.optimizer import SharedWeightsOptimizer
 from megatron_ac2.training.step import forward_backward
 from megatron_ac2.types import PackedBatch, UserError
@@ -26,7 +29,7 @@ from tests.distributed.tiny_families import split_experts
 
 VOCAB = 250
 LENGTHS = (8, 12, 6, 16)  # one sequence a microbatch; even, for sequence parallel
-TP2, TP2_SP, PP2, DP2 = (2, 1, False), (2, 1, True), (1, 2, False), (1, 1, False)
+TP2, TP2_SP, PP2, DP2, CP2 = (2, 1, False), (2, 1, True), (1, 2, False), (1, 1, False), (1, 1, False, 1, None, 2)
 ORDER = ("actor", "critic", "actor", "actor", "critic")
 IDENTITY = {"model": "tiny", "tokenizer": "abc"}
 # eps as large as small gradients: AdamW turns rounding of a gradient near zero into a whole step.
@@ -63,15 +66,17 @@ class Trainee:
 
     def loss(self, output: torch.Tensor, batch: PackedBatch):
         """Each tensor rank sums over its own columns; padded columns are left out."""
-        width = 1 if self.head == "value" else VOCAB
         first = 0 if self.head == "value" else self.topology.tensor_rank * output.shape[-1]
-        aim = aims(batch.token_ids[0], width)[:, first : first + output.shape[-1]]
-        total = (output[0, :, : aim.shape[1]].float() - aim).square().sum()
-        return total, torch.tensor(batch.token_ids.shape[1]), {}
+        aim = batch.fields["aims"][0, :, first : first + output.shape[-1]]
+        total = ((output[0, :, : aim.shape[1]].float() - aim).square() * batch.loss_mask[0, :, None]).sum()
+        return total, batch.loss_mask.sum(), {}
 
     def backward(self, step: int) -> None:
         mine = sequences(step)[self.topology.data_rank :: self.topology.data]
-        forward_backward(self.model, [packed(ids) for ids in mine], self.loss, self.topology)
+        width = 1 if self.head == "value" else VOCAB
+        batches = [packed(ids, width, length_multiple(self.topology.context)) for ids in mine]
+        parts = [held_part(batch, self.topology) for batch in batches]
+        forward_backward(self.model, parts, self.loss, self.topology)
 
     def train(self, first: int, last: int, order=ORDER) -> list[tuple[float, float]]:
         trace = []
@@ -87,15 +92,18 @@ class Trainee:
         return {name: tensor.detach().clone() for name, tensor in named}
 
 
-def packed(ids: torch.Tensor) -> PackedBatch:
+def packed(ids: torch.Tensor, width: int, multiple: int) -> PackedBatch:
+    """One sequence, padded to a multiple."""
+    padding = -len(ids) % multiple
+    padded = F.pad(ids, (0, padding))
     return PackedBatch(
-        token_ids=ids[None],
-        position_ids=torch.arange(len(ids))[None],
-        labels=ids[None],
-        loss_mask=torch.ones(1, len(ids)),
-        cu_seqlens=torch.tensor([0, len(ids)], dtype=torch.int32),
-        max_seq_len=len(ids),
-        fields={},
+        token_ids=padded[None],
+        position_ids=torch.arange(len(padded))[None],
+        labels=padded[None],
+        loss_mask=F.pad(torch.ones(1, len(ids)), (0, padding)),
+        cu_seqlens=torch.tensor([0, len(padded)], dtype=torch.int32),
+        max_seq_len=len(padded),
+        fields={"aims": F.pad(aims(ids, width), (0, 0, 0, padding))[None]},
     )
 
 
@@ -155,7 +163,7 @@ def value_norms_case(folder: Path) -> None:
     """The value head is the same on every tensor rank and counts once; bf16 moves as fp32 to its rounding."""
     for dtype, relative in ((torch.float32, 2e-5), (torch.bfloat16, 0.05)):
         expected = Trainee(folder, DP2, False, dtype, "value").train(0, 2)
-        for layout, distributed in ((DP2, True), (TP2, False), (TP2_SP, True), (PP2, True)):
+        for layout, distributed in ((DP2, True), (TP2, False), (TP2_SP, True), (PP2, True), (CP2, True)):
             trace = Trainee(folder, layout, distributed, dtype, "value").train(0, 2)
             assert_traces(trace, expected, relative, f"value {dtype} {layout}")
 
@@ -328,7 +336,7 @@ def main() -> None:
     untied, tied, scratch = map(Path, sys.argv[1:])
     f32, bf16, sp = torch.float32, torch.bfloat16, (TP2_SP, True)
     every = [(layout, distributed) for layout in (TP2, PP2, DP2) for distributed in (True, False)]
-    with_sequence = [*every, (TP2_SP, False)]
+    with_sequence = [*every, (CP2, True), (CP2, False), (TP2_SP, False)]
     cases = {
         "two adams untied": lambda: two_adams_case(untied, with_sequence),
         "two adams tied": lambda: two_adams_case(tied, with_sequence),
@@ -340,6 +348,7 @@ def main() -> None:
         "resume bf16 value": lambda: resume_case(untied, scratch / "d", (DP2, True), every[4::-4], bf16, "value"),
         "resume bf16 plain": lambda: resume_case(untied, scratch / "e", (TP2, False), [every[1], every[2]], bf16),
         "resume value": lambda: resume_case(untied, scratch / "f", (TP2_SP, True), [sp, every[4]], f32, "value"),
+        "resume cp2": lambda: resume_case(tied, scratch / "h", (CP2, True), [(CP2, True), every[0], every[5]]),
         "master weights": lambda: master_weights_case(untied, scratch / "g", every[0], [every[4], every[3], every[0]]),
         "refusals": lambda: refusals_case(untied, scratch),
         "two models": lambda: two_models_case(untied, scratch),

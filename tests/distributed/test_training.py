@@ -28,8 +28,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]
     return root, *models
 
 
-@pytest.mark.parametrize("nproc,layouts", [(1, 1), (4, 6)])
-def test_every_layout_trains_alike(nproc: int, layouts: int, folders: tuple[Path, Path, Path]) -> None:
-    output = torchrun(CASES, nproc, *folders, timeout=600)
-    assert output.count("passed untied") == output.count("passed tied") == layouts
+@pytest.mark.parametrize("layouts,nproc,num_layouts", [("alone", 1, 1), ("four", 4, 6), ("context", 4, 4)])
+def test_every_layout_trains_alike(
+    layouts: str, nproc: int, num_layouts: int, folders: tuple[Path, Path, Path]
+) -> None:
+    output = torchrun(CASES, nproc, layouts, *folders, timeout=600)
+    assert output.count("passed untied") == output.count("passed tied") == num_layouts
     assert output.count("done") == nproc

@@ -1,11 +1,10 @@
 """One torchrun launch, many layouts and microbatch splits: actor and critics against the float64 reference.
 
-usage: torchrun ... training_cases.py REFERENCE_DIR FOLDER...   (REFERENCE_DIR/<folder name>.pt, see test_training.py)
+usage: torchrun ... training_cases.py LAYOUTS REFERENCE_DIR FOLDER...  (REFERENCE_DIR/<name>.pt: test_training.py)
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,13 +32,21 @@ from megatron_ac2.types import TrainSequence
 from tests.distributed import objective_reference as objective_case
 from tests.distributed import training_reference as case
 from tests.distributed.groups import leave_groups
+from tests.distributed.ragged_checks import check_ragged
 
 LAYOUTS = {
-    1: [(1, 1, False)],
-    4: [(1, 1, False), (2, 1, False), (1, 2, False), (2, 2, False), (2, 1, True), (2, 2, True)],
-}
+    "alone": [ParallelConfig()],
+    "four": [
+        ParallelConfig(*layout)
+        for layout in ((1, 1, False), (2, 1, False), (1, 2, False), (2, 2, False), (2, 1, True), (2, 2, True))
+    ],
+    "context": [
+        ParallelConfig(context=2), ParallelConfig(tensor=2, sequence=True, context=2),
+        ParallelConfig(pipeline=2, context=2), ParallelConfig(context=4),
+    ],
+}  # fmt: skip
 Place = tuple[Topology, ParallelConfig]  # one layout's, for all benches in it
-SPLITS = [(40, 1), (1000, 8)]  # (tokens a microbatch, alignment as a multiple of the tensor degree)
+SPLITS = [(40, 1), (1000, 8)]  # (tokens a microbatch, alignment as a multiple of the least)
 
 
 class GradientProbe:
@@ -101,7 +108,7 @@ def assert_metrics(found: dict[str, float], expected: dict[str, float], toleranc
 
 def check_actor(bench: Bench, reference: dict[str, Any], split: tuple[int, int]) -> None:
     config = case.make_config()
-    config.actor.max_tokens_per_microbatch, align = split[0], split[1] * bench.topology.tensor
+    config.actor.max_tokens_per_microbatch, align = split[0], split[1] * step.token_alignment(bench.topology)
     actor = Actor(bench.model, bench.probe, bench.topology, config, bench.hf_config.vocab_size, align=align)
     sequences = [TrainSequence(**fields) for fields in reference["sequences"]]
     bench.reload()
@@ -131,7 +138,7 @@ def check_objective(bench: Bench, reference: dict[str, Any], name: str) -> None:
     frozen = bench.fresh_model(seed=3)  # returns what the policy returns
     load_hf_weights(frozen, bench.hf_config, bench.topology, bench.folder)
     actor = Actor(
-        bench.model, bench.probe, bench.topology, config, bench.hf_config.vocab_size, align=bench.topology.tensor,
+        bench.model, bench.probe, bench.topology, config, bench.hf_config.vocab_size,
         reference=frozen if config.actor.reference_kl.coefficient else None,
     )  # fmt: skip
     bench.reload()
@@ -191,7 +198,7 @@ def make_value_critic(
 ) -> ValueHeadCritic:
     config = case.make_config()
     config.critic.head, config.critic.value_clip, config.critic.snapshot_every = head, case.VALUE_CLIP, 2
-    config.critic.max_tokens_per_microbatch, align = split[0], split[1] * bench.topology.tensor
+    config.critic.max_tokens_per_microbatch, align = split[0], split[1] * step.token_alignment(bench.topology)
     return ValueHeadCritic(
         bench.model, optimizer, bench.topology, config, separator_id=case.SEPARATOR_ID,
         model_max_len=case.MODEL_MAX_LEN, align=align, snapshot_model=snapshot,
@@ -295,7 +302,7 @@ def check_no_step(bench: Bench, critic: ValueHeadCritic) -> None:
 def check_generative(bench: Bench, reference: dict[str, Any], split: tuple[int, int]) -> None:
     config = case.make_config()
     config.critic.max_context_len = None
-    config.critic.max_tokens_per_microbatch, align = 20 * split[0], split[1] * bench.topology.tensor
+    config.critic.max_tokens_per_microbatch, align = 20 * split[0], split[1] * step.token_alignment(bench.topology)
     critic = GenerativeCritic(
         bench.model, bench.probe, None, AutoTokenizer.from_pretrained(bench.folder), bench.topology, config,
         bench.hf_config.vocab_size, model_max_len=case.MODEL_MAX_LEN, align=align,
@@ -318,8 +325,7 @@ def check_refusals(bench: Bench) -> None:
         raise AssertionError("no microbatches were accepted")
 
 
-def run_layout(layout: tuple[int, int, bool], folder: Path, reference: dict[str, Any]) -> None:
-    parallel = ParallelConfig(*layout)
+def run_layout(parallel: ParallelConfig, folder: Path, reference: dict[str, Any]) -> None:
     place = init_topology(parallel, seed=0, timeout_minutes=2), parallel
     checks: list[tuple[str, Callable[..., None]]] = [("hidden", check_actor), ("hidden", check_generative)]
     tied = load_hf_config(folder).tie_word_embeddings
@@ -337,7 +343,9 @@ def run_layout(layout: tuple[int, int, bool], folder: Path, reference: dict[str,
         naive = Bench(place, folder, "lm")
         check_actor(naive, reference, SPLITS[0])
         check_generative(naive, reference, SPLITS[0])
-        check_objective(naive, reference, "centred")
+        for name in ("centred", "gspo"):
+            check_objective(naive, reference, name)
+        check_ragged(naive)
     for split in SPLITS[:1] if tied else SPLITS:
         for head, check in checks:
             check(benches[head], reference, split)
@@ -345,13 +353,13 @@ def run_layout(layout: tuple[int, int, bool], folder: Path, reference: dict[str,
 
 
 def main() -> None:
-    references, *folders = map(Path, sys.argv[1:])
-    for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
+    references, *folders = map(Path, sys.argv[2:])
+    for parallel in LAYOUTS[sys.argv[1]]:
         for folder in folders:
-            run_layout(layout, folder, torch.load(references / f"{folder.name}.pt", weights_only=False))
+            run_layout(parallel, folder, torch.load(references / f"{folder.name}.pt", weights_only=False))
             leave_groups()
             if dist.get_rank() == 0:
-                print("passed", folder.name, layout, flush=True)
+                print("passed", folder.name, parallel, flush=True)
     shutdown()
     print("done", flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,11 @@ def value_row(tokenizer: PreTrainedTokenizerBase, row: dict, attempt_len: int) -
 def sft(server: ForkServer, data: Path, model: Path, out: Path, *changes: str) -> Job:
     arguments = (f"model.path={model}", f"sft.data={data}", f"sft.out={out}", *changes)
     return server.run("megatron_ac2.sft", 2, HERE / "sft.yaml", *arguments).passed()
+
+
+def losses(job: Job) -> list[float]:
+    """Of a supervised stage, a step each."""
+    return [float(found) for found in re.findall(r" loss ([\d.]+) ", job.logs[0])]
 
 
 @pytest.fixture(scope="session")

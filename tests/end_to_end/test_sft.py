@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ac2.data.worked import load_worked
+from tests.end_to_end.conftest import losses
 from tests.end_to_end.fork_server import Job
-
-
-def losses(job: Job) -> list[float]:
-    return [float(found) for found in re.findall(r" loss ([\d.]+) ", job.logs[0])]
 
 
 def test_policy_learns_and_its_folder_loads_in_transformers(inputs: Path, start: tuple[Path, Job]) -> None:

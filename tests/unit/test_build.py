@@ -136,8 +136,11 @@ def test_padded_vocabulary_does_not_depend_on_usual_degrees():
 def test_world_must_divide():
     assert check_world(ParallelConfig(2, 2), 8) == []
     (problem,) = check_world(ParallelConfig(2, 2), 6)
-    assert "2 x 2 = 4 with 6 process(es)" in problem
-    assert len(check_world(ParallelConfig(0, -1), 8)) == 2
+    assert "2 x 2 x 1 = 4 with 6 process(es)" in problem
+    assert check_world(ParallelConfig(2, 2, context=2), 8) == []
+    (problem,) = check_world(ParallelConfig(2, context=2), 6)
+    assert "2 x 1 x 2 = 4 with 6 process(es)" in problem
+    assert len(check_world(ParallelConfig(0, -1, context=0), 8)) == 3
 
 
 def test_init_topology_fails_before_it_joins(monkeypatch: pytest.MonkeyPatch):

@@ -64,7 +64,7 @@ def test_all_mistakes_are_reported_at_once(config: Config, inputs: Path, tmp_pat
         f"{broken}: line 4: not valid JSON",
         "parallel.tensor: found 3, model has 4 attention heads; accepted: divisors of 4",
         "parallel.tensor: found 3, model has 2 key-value heads",
-        "parallel.tensor x parallel.pipeline: found 3 x 1 = 3 with 1 process(es)",
+        "parallel.tensor x parallel.pipeline x parallel.context: found 3 x 1 x 1 = 3 with 1 process(es)",
         "megatron.no_such_field: found 1; TransformerConfig has no such field",
         f"sampling.num_fresh: found 7, but {config.data.train} holds 6 problems",
         f"sampling.response_budget: found 5000; with the longest prompt that is {longest} tokens, the model reads 1024",

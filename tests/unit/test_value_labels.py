@@ -32,7 +32,8 @@ def labelled(*examples: DenseExample, align: int = 4) -> PackedBatch:
     """Contexts of 3 + 4 tokens each, end to end, and padding up to a multiple of `align`."""
     contexts = [np.concatenate([PROMPT, e.state.response_ids]) for e in examples]
     batch = pack(contexts, {}, [len(ids) for ids in contexts], align, 0)
-    batch.fields.update(label_fields(batch, examples, scale=2.0))
+    places = [places_of(len(ids), 4, e.positions) for ids, e in zip(contexts, examples, strict=True)]
+    batch.fields.update(label_fields(batch, examples, places, scale=2.0))
     return batch
 
 
