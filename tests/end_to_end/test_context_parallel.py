@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +18,14 @@ def test_two_steps_of_ac2_have_the_same_metrics(launcher: Launcher, tmp_path: Pa
     changes = (launcher.critic, "run.num_steps=2", "run.checkpoint_every=0")
     for name, context in (("own", 1), ("shared", 2)):
         launcher.run(tmp_path / name, *changes, f"parallel.context={context}").passed()
-    own, shared = ([reproducible(row) for row in steps(tmp_path / name)] for name in ("own", "shared"))
+    own, shared = ([numbers(row) for row in steps(tmp_path / name)] for name in ("own", "shared"))
     assert len(own) == 2 and own[1]["critic/loss"] > 0 and own[1]["actor/grad_norm"] > 0
     for one, other in zip(shared, own, strict=True):
-        assert one == pytest.approx(other, rel=1e-4, abs=2e-6, nan_ok=True)
+        assert len(one) > 50 and one == pytest.approx(other, rel=1e-5, abs=2e-6, nan_ok=True)
+
+
+def numbers(row: dict[str, Any]) -> dict[str, float]:
+    return {name: math.nan if value is None else value for name, value in reproducible(row).items()}
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
