@@ -31,6 +31,7 @@ TP2 = ParallelConfig(tensor=2, sequence=True)
 TP2_EP2 = ParallelConfig(tensor=2, sequence=True, expert=2)
 TP2_WHOLE = ParallelConfig(tensor=2, sequence=True, expert=2, expert_tensor=1)
 PP2_EP2 = ParallelConfig(pipeline=2, expert=2)
+CP2_EP2 = ParallelConfig(context=2, expert=2)
 
 
 def both(*layouts: ParallelConfig) -> list[tuple[ParallelConfig, bool]]:
@@ -57,7 +58,7 @@ def cases(every: Path, last: Path, scratch: Path) -> dict[int, dict[str, Callabl
     bf16 = torch.bfloat16
     return {
         2: {
-            "adams": lambda: two_adams_case(every, [*both(EP2, TP2_WHOLE), (TP2, True)]),
+            "adams": lambda: two_adams_case(every, [*both(EP2, TP2_WHOLE), (TP2, True), (CP2_EP2, True)]),
             "adams, a stage without experts": lambda: two_adams_case(last, both(PP2)),
             "not finite": lambda: one_rank_differs_case(every),
             "resume": lambda: resume_case(
@@ -71,7 +72,9 @@ def cases(every: Path, last: Path, scratch: Path) -> dict[int, dict[str, Callabl
             "resume value": lambda: resume_case(every, scratch / "e", (EP2, True), [(TP2_WHOLE, True)], bf16, "value"),
         },
         4: {
-            "adams": lambda: two_adams_case(every, [*both(EP2, TP2_EP2), (EP4, True), (TP2_WHOLE, False)]),
+            "adams": lambda: two_adams_case(
+                every, [*both(EP2, TP2_EP2), (EP4, True), (TP2_WHOLE, False), (CP2_EP2, True)]
+            ),
             "adams, a stage without experts": lambda: two_adams_case(last, [(PP2_EP2, True)]),
             "resume": lambda: resume_case(every, scratch / "f", (EP2, True), [(PP2_EP2, True), (TP2_EP2, False)]),
         },
