@@ -125,6 +125,8 @@ def _padding(sequences: Sequence[np.ndarray], num_tokens: int, pad_id: int) -> l
     longest = max(sequences, key=len, default=np.full(num_tokens, pad_id, dtype=np.int64))
     cuts = range(0, num_tokens, max(len(longest), 1))
     return [longest[: num_tokens - cut] for cut in cuts]
+
+
 def _round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 

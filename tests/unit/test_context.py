@@ -21,22 +21,22 @@ def place(context: int, rank: int) -> SimpleNamespace:
     return SimpleNamespace(context=context, context_rank=rank, device=torch.device("cpu"))
 
 
-def packed(lengths: list[int], context: int, align: int = 1, pad_id: int = -1) -> PackedBatch:
+def packed(lengths: list[int], context: int, align: int = 1) -> PackedBatch:
     """Tokens count up over the batch; each carries its own number as a field, from the second of a sequence on."""
     ends = np.cumsum([0, *lengths])
     ids = [np.arange(start, end) for start, end in zip(ends, ends[1:], strict=False)]
     rows = {"number": [x[1:].astype(np.float32) for x in ids]}
-    return pack(ids, rows, [1] * len(ids), align, pad_id, length_multiple=length_multiple(context))
+    return pack(ids, rows, [1] * len(ids), align, -1, length_multiple=length_multiple(context))
 
 
 def test_two_ranks_hand_worked() -> None:
     """Eight tokens in four slices of two: rank 0 has the first and the last. One token makes a sequence of four."""
     whole = packed([8, 1], context=2)
     assert whole.cu_seqlens.tolist() == [0, 8, 12] and whole.max_seq_len == 8
-    assert whole.position_ids[0, 8:].tolist() == [0, 1, 2, 3] and whole.token_ids[0, 8:].tolist() == [8, -1, -1, -1]
+    assert whole.position_ids[0, 8:].tolist() == [0, 1, 2, 3] and whole.token_ids[0, 8:].tolist() == [8, 8, 8, 8]
     first, second = (held_part(whole, place(2, rank)) for rank in range(2))
-    assert first.token_ids.tolist() == [[0, 1, 6, 7, 8, -1]]
-    assert second.token_ids.tolist() == [[2, 3, 4, 5, -1, -1]]
+    assert first.token_ids.tolist() == [[0, 1, 6, 7, 8, 8]]
+    assert second.token_ids.tolist() == [[2, 3, 4, 5, 8, 8]]
     assert first.position_ids.tolist() == [[0, 1, 6, 7, 0, 3]] and second.position_ids.tolist() == [[2, 3, 4, 5, 1, 2]]
     assert first.labels[0, :4].tolist() == [1, 2, 7, -1] and second.labels[0, :4].tolist() == [3, 4, 5, 6]
     assert first.loss_mask.tolist() == [[1, 1, 1, 0, 0, 0]] and second.loss_mask.tolist() == [[1, 1, 1, 1, 0, 0]]
@@ -99,8 +99,17 @@ def test_every_loss_token_is_on_one_rank(lengths, context, align) -> None:
     assert labels.tolist() == numbers.tolist()
     for part in parts:  # whose they are is still known
         owners = torch.from_numpy(np.searchsorted(ends, part.token_ids[0].numpy(), side="right") - 1)
-        real = part.token_ids[0] >= 0
-        assert torch.equal(sequence_ids(part)[0][real], owners[real])
+        own = sequence_ids(part)[0] < len(lengths)  # the rest repeats one of them
+        assert torch.equal(sequence_ids(part)[0][own], owners[own])
+
+
+def test_padding_goes_on_with_the_sequence_and_then_repeats_the_longest() -> None:
+    """Five tokens become eight, two become four; a third sequence of four makes sixteen."""
+    whole = packed([5, 2], context=2, align=16)
+    assert whole.token_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 5, 6, 0, 1, 2, 3]]
+    assert whole.cu_seqlens.tolist() == [0, 8, 12, 16] and whole.position_ids[0, :8].tolist() == list(range(8))
+    assert whole.loss_mask.tolist() == [[1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]]
+    assert whole.labels[0, :9].tolist() == [1, 2, 3, 4, -1, -1, -1, -1, 6]
 
 
 def test_one_rank_holds_the_whole_batch() -> None:
