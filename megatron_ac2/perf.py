@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import torch
 
+from megatron_ac2.architecture import sparse_layers
+
 GIB = 1024**3
 
 
@@ -20,7 +22,8 @@ class DecodingCost:
     """FLOPs of decoding (docs/ALGORITHM.md §5): `per_token` (A) for each token fed back into the model, and
     `per_attended` (B) for each pair of such a token and a position that it attends to.
 
-    A = 2 [L (h n_q d + 2 h n_kv d + n_q d h + 3 h f) + h V], B = 4 L n_q d.
+    A = 2 [L (h n_q d + 2 h n_kv d + n_q d h + 3 h f) + h V], B = 4 L n_q d. In a layer of e experts of f' channels, of
+    which each token takes k, 3 h f is k 3 h f' + h e: what it uses, and the router.
     """
 
     per_token: int
@@ -28,17 +31,21 @@ class DecodingCost:
 
     @classmethod
     def of(cls, hf_config: Any) -> DecodingCost:
-        """From a Hugging Face config of a dense decoder with grouped-query attention and a gated feed-forward."""
+        """From a Hugging Face config of a decoder with grouped-query attention and gated feed-forwards or experts."""
         layers, hidden, num_heads = hf_config.num_hidden_layers, hf_config.hidden_size, hf_config.num_attention_heads
         head_dim = getattr(hf_config, "head_dim", None) or hidden // num_heads
         num_kv_heads = getattr(hf_config, "num_key_value_heads", None) or num_heads
         query = hidden * num_heads * head_dim
         key_and_value = 2 * hidden * num_kv_heads * head_dim
         output = num_heads * head_dim * hidden
-        feed_forward = 3 * hidden * hf_config.intermediate_size
+        num_sparse = sum(sparse_layers(hf_config))
+        feed_forward = (layers - num_sparse) * 3 * hidden * hf_config.intermediate_size
+        if num_sparse:
+            used = hf_config.num_experts_per_tok * 3 * hidden * hf_config.moe_intermediate_size
+            feed_forward += num_sparse * (used + hidden * hf_config.num_experts)
         logits = hidden * hf_config.vocab_size
         return cls(
-            per_token=2 * (layers * (query + key_and_value + output + feed_forward) + logits),
+            per_token=2 * (layers * (query + key_and_value + output) + feed_forward + logits),
             per_attended=4 * layers * num_heads * head_dim,
         )
 

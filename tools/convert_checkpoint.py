@@ -3,10 +3,11 @@
     python tools/convert_checkpoint.py to-megatron HF_FOLDER OUT --verify
     torchrun --nproc_per_node=4 tools/convert_checkpoint.py to-hf MEGATRON_FOLDER OUT --tensor 2 --pipeline 2
 
-A torch_dist checkpoint has no layout of its own: --tensor and --pipeline say how the model is cut while it is converted
-(a model too large for one process), and the result loads into any other. The Megatron folder also keeps config.json
-and the tokenizer in hf/, and what else is needed to come back in conversion.json. --verify reads the result back and
-compares every tensor bit for bit (after rounding, if --dtype asks for it). One that fails leaves nothing at OUT.
+A torch_dist checkpoint has no layout of its own: --tensor, --pipeline and --expert say how the model is cut while it is
+converted (one too large for one process), and the result loads into any other. The Megatron folder also keeps
+config.json and the tokenizer in hf/, and what else is needed to come back in conversion.json. --verify reads the result
+back and compares every tensor bit for bit (after rounding, if --dtype asks for it). A conversion that fails leaves
+nothing at OUT.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("out", type=Path)
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--pipeline", type=int, default=1)
+    parser.add_argument("--expert", type=int, default=1, help="ranks that share out the experts")
+    parser.add_argument("--expert-tensor", type=int, help="ranks that an expert is cut over; default: as --tensor")
     parser.add_argument("--dtype", choices=DTYPES, help="to-megatron: of the weights; default: as in the source")
     parser.add_argument("--verify", action="store_true", help="read the result back and compare bit for bit")
     return parser.parse_args()
@@ -89,7 +92,9 @@ def read_source(arguments: argparse.Namespace) -> Source:
     folder: Path = arguments.source
     if arguments.out.exists():
         raise UserError(f"{arguments.out}: exists already; remove it or give another folder")
-    parallel = ParallelConfig(tensor=arguments.tensor, pipeline=arguments.pipeline)
+    names = ("tensor", "pipeline", "expert", "expert_tensor")
+    degrees = {name: getattr(arguments, name) for name in names}
+    parallel = ParallelConfig(**degrees, sequence=arguments.tensor > 1)  # experts ask for it; weights are the same
     if arguments.direction == "to-megatron":
         hf_config = load_hf_config(folder)
         reader = HfReader(folder)

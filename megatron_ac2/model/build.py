@@ -18,9 +18,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig, PretrainedConfig
 
+from megatron_ac2.architecture import sparse_layers
 from megatron_ac2.config import Fp8Config, ParallelConfig
 from megatron_ac2.model import fp8 as fp8_training
-from megatron_ac2.model.experts import expert_fields, expert_problems, layout_problems, refused_fields, sparse_layers
+from megatron_ac2.model.experts import expert_fields, expert_problems, layout_problems, refused_fields
 from megatron_ac2.model.families import family_of, refusals
 from megatron_ac2.model.fp8_linear import EmulatedFp8
 from megatron_ac2.model.hf_groups import group_problems

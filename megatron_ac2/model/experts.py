@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from megatron_ac2.architecture import sparse_layers
 from megatron_ac2.config import ParallelConfig
 
 # Fields of TransformerConfig that change what is computed, or the gradient, behind the loss's back.
@@ -32,17 +33,6 @@ _NOT_WITH_RL = {
 def is_sparse(hf_config: PretrainedConfig) -> bool:
     """Whether any layer has experts."""
     return any(sparse_layers(hf_config))
-
-
-def sparse_layers(hf_config: PretrainedConfig) -> list[bool]:
-    """For each layer, whether it has experts: every `decoder_sparse_step`-th, save those in `mlp_only_layers`."""
-    num_experts = getattr(hf_config, "num_experts", None) or 0
-    period = getattr(hf_config, "decoder_sparse_step", 1)
-    dense = set(getattr(hf_config, "mlp_only_layers", None) or ())
-    return [
-        num_experts > 0 and period > 0 and (layer + 1) % period == 0 and layer not in dense
-        for layer in range(hf_config.num_hidden_layers)
-    ]
 
 
 def expert_problems(hf_config: PretrainedConfig) -> list[str]:

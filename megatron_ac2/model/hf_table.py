@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from transformers import PretrainedConfig
 
-from megatron_ac2.model.experts import sparse_layers
+from megatron_ac2.architecture import sparse_layers
 from megatron_ac2.model.families import Cut, Rule, family_of
 from megatron_ac2.types import UserError
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed import tiny_families
 from tests.distributed.launch import torchrun
+from tests.distributed.test_convert_checkpoint import TOOL, assert_same_tensors
 
 CASES, TRAINING_CASES = (Path(__file__).with_name(f"expert{kind}_cases.py") for kind in ("", "_training"))
 LENGTHS = [[7, 12, 5], [16], [2], [3, 9]]  # of each microbatch's sequences; of two tokens most experts get none
@@ -82,3 +83,10 @@ def test_optimizers_and_checkpoints_of_experts(
 ) -> None:
     output = torchrun(TRAINING_CASES, nproc, *folders, tmp_path, timeout=600)
     assert output.count("passed ") == num_passed and output.count("done") == nproc
+
+
+def test_conversion_in_other_layouts(folders: list[Path], tmp_path: Path) -> None:
+    """There with experts shared out over ranks, back with each cut over them: bit for bit."""
+    torchrun(TOOL, 2, "to-megatron", folders[0], tmp_path / "megatron", "--expert", 2, "--verify")
+    torchrun(TOOL, 2, "to-hf", tmp_path / "megatron", tmp_path / "hf", "--tensor", 2, "--verify")
+    assert_same_tensors(tmp_path / "hf" / "model.safetensors", folders[0] / "model.safetensors")

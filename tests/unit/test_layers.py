@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_ac2"
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "config", "config_checks", "config_file", "random_streams"}),
+    frozenset({"types", "architecture", "config", "config_checks", "config_file", "random_streams"}),
     frozenset({"algorithm", "data"}),
     frozenset({"parallel"}),
     frozenset({"model", "kernels", "metrics", "console", "perf", "plots"}),

@@ -32,6 +32,23 @@ def test_head_size_and_key_value_heads_default_as_in_hugging_face():
     assert DecodingCost.of(TINY) == DecodingCost(per_token=400, per_attended=16)
 
 
+def test_experts_count_as_far_as_a_token_uses_them():
+    # Of two layers the second has 4 experts of 2 channels, 2 a token: 2 * 3 * 4 * 2 + 4 * 4 = 64 instead of 96.
+    # A = 2 (2 * 64 + 96 + 64 + 40) = 656.
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 2, "decoder_sparse_step": 2}
+    sparse = SimpleNamespace(**{**vars(TINY), "num_hidden_layers": 2, **experts})
+    assert DecodingCost.of(sparse) == DecodingCost(per_token=656, per_attended=32)
+
+
+def test_the_active_parameters_of_qwen3_30b_a3b():
+    qwen3_30b = SimpleNamespace(
+        num_hidden_layers=48, hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        intermediate_size=6144, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+        vocab_size=151_936, tie_word_embeddings=False,
+    )  # fmt: skip
+    assert DecodingCost.of(qwen3_30b).per_token // 2 == 3_041_656_832  # 3.35 billion with the embedding
+
+
 def test_a_hand_worked_request():
     # p 3, n 3: two tokens are fed back; they attend to 4 and to 5 positions.
     assert DecodingCost.of(TINY).flops(3, 3) == 2 * 400 + 16 * (4 + 5)
