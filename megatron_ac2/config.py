@@ -110,7 +110,7 @@ class ActorConfig:
         default_factory=lambda: OptimizerConfig(lr=2e-6, weight_decay=0.01, grad_clip=0.3)
     )
     num_minibatches: int = 2
-    max_tokens_per_microbatch: int = 65_536
+    max_tokens_per_microbatch: int = 65_536  # context ranks share them
     # Output layer and loss in one op, tile by tile: auto | torch | triton (CUDA); naive: its twin, with all logits
     loss_op: str = "auto"
     loss: str = "ppo"  # policy_gradient | ppo | cispo | gspo | asympo

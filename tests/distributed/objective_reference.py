@@ -30,6 +30,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     # log-probs renormalised on what the sampler's filter left
     "filtered": {"loss": "ppo", "aggregation": "budget_mean", "anchor": "behavior"},
     "asympo": {"loss": "asympo", "aggregation": "sequence_mean"},
+    # a token's own ratio, weighed by one of its whole sequence that truncates some of them
+    "sequence_weights": {"loss": "cispo", "importance.kind": "sequence_tis", "importance.high": 1.5},
 }  # fmt: skip
 
 

@@ -96,6 +96,16 @@ def test_every_bad_extra_field_is_named():
         assert problem.startswith(f"megatron.{name}: found")
 
 
+def test_other_ways_to_share_a_sequence_are_refused():
+    """Packed batches are cut for Transformer Engine's ring."""
+    transformer_config(qwen3(), ParallelConfig(context=2), torch.float32, {"cp_comm_type": "p2p"})
+    extra = {"cp_comm_type": "a2a", "hybrid_context_parallel": True, "hierarchical_context_parallel_sizes": [2, 2]}
+    with pytest.raises(UserError) as caught:
+        transformer_config(qwen3(), ParallelConfig(context=2), torch.float32, extra)
+    for problem, (name, value) in zip(caught.value.problems, extra.items(), strict=True):
+        assert problem.startswith(f"megatron.{name}: found {value!r}") and "accepted: " in problem
+
+
 def test_values_that_megatron_refuses_are_user_errors():
     with pytest.raises(UserError, match="recompute_granularity"):
         transformer_config(qwen3(), ParallelConfig(), torch.float32, {"recompute_granularity": "some"})

@@ -13,6 +13,7 @@ from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_
 
 from megatron_ac2.data.packing import num_sequences, pack, sequence_ids
 from megatron_ac2.parallel.context import held_positions, length_multiple
+from megatron_ac2.training import step
 from megatron_ac2.training.context_parallel import held_part
 from megatron_ac2.types import PackedBatch
 
@@ -110,6 +111,19 @@ def test_padding_goes_on_with_the_sequence_and_then_repeats_the_longest() -> Non
     assert whole.cu_seqlens.tolist() == [0, 8, 12, 16] and whole.position_ids[0, :8].tolist() == list(range(8))
     assert whole.loss_mask.tolist() == [[1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]]
     assert whole.labels[0, :9].tolist() == [1, 2, 3, 4, -1, -1, -1, -1, 6]
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_transformer_engine_is_told_of_no_gap_between_sequences(context: int) -> None:
+    """Under context parallel it asks for padded bounds, and takes the very same tensor for: no gap."""
+    seen = []
+    part = held_part(packed([8, 5], context), place(context, 0))
+    step._forward_step(print, iter([part]), lambda *_, packed_seq_params, **__: seen.append(packed_seq_params))
+    (bounds,) = seen
+    assert bounds.cu_seqlens_q.tolist() == [0, 8, 13 if context == 1 else 16]
+    assert bounds.cu_seqlens_kv is bounds.cu_seqlens_q
+    expected = bounds.cu_seqlens_q if context > 1 else None
+    assert bounds.cu_seqlens_q_padded is expected and bounds.cu_seqlens_kv_padded is expected
 
 
 def test_one_rank_holds_the_whole_batch() -> None:
