@@ -67,3 +67,13 @@ def test_the_fused_loss_trains_as_its_naive_twin(launcher: Launcher, tmp_path: P
              "mismatch/logprob_abs_mean", "train/endpoint_value", "train/chunk_len")  # fmt: skip
     for one, other in zip(fused, naive, strict=True):
         assert {name: one[name] for name in names} == pytest.approx({name: other[name] for name in names}, abs=2e-6)
+
+
+def test_emulated_fp8_shows_in_the_mismatch_and_nowhere_in_the_first_ratio(launcher: Launcher, tmp_path: Path) -> None:
+    """The trainer rounds and its engine does not; scores and updates round alike, under a microbatch's own scales."""
+    changes = ("sampling.routing=grpo", "run.num_steps=2", "run.checkpoint_every=0", "parallel.tensor=2",
+               "fp8.recipe=tensorwise", "fp8.emulate=true")  # fmt: skip
+    launcher.run(tmp_path / "run", *changes).passed()
+    for row in steps(tmp_path / "run"):
+        assert 1e-3 < row["mismatch/logprob_abs_mean"] < 0.3 and row["actor/ratio_error_first"] <= 1e-6
+        assert row["actor/grad_norm"] > 0
