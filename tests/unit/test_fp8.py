@@ -159,6 +159,6 @@ def test_recompute_under_moving_scales_is_refused() -> None:
 def test_alignment_is_owned_by_one_function(recipe: str, multiple: int) -> None:
     fp8 = Fp8Config(recipe)
     assert token_multiple(fp8) == multiple
-    on_cpu, on_gpu = (SimpleNamespace(tensor=4, on_cpu=on_cpu) for on_cpu in (True, False))
-    assert token_alignment(on_cpu, fp8) == 4 * multiple
-    assert token_alignment(on_gpu, fp8) == 4 * max(multiple, 16)
+    on_cpu, on_gpu = (SimpleNamespace(tensor=4, context=2, on_cpu=on_cpu) for on_cpu in (True, False))
+    assert token_alignment(on_cpu, fp8) == 4 * 2 * multiple
+    assert token_alignment(on_gpu, fp8) == 4 * 2 * max(multiple, 16)
