@@ -141,7 +141,10 @@ class EntropyConfig:
 @dataclass
 class CriticConfig:
     kind: str = "generative"  # generative | value_head
-    path: str | None = None  # value_head: a critic checkpoint in HF form; null starts from the actor's trunk
+    # value_head: a critic checkpoint in HF form, of any size or family with the actor's tokenizer; null: it starts
+    # from the actor's trunk
+    path: str | None = None
+    parallel: ParallelConfig | None = None  # value_head: a layout of its own over the same processes; null: the actor's
     use_references: bool = True
     reference_prompts: str = "both"  # both (weight 1/2 each) | reference_only, where a problem has a reference
     value: str = "greedy"  # generative: greedy | soft, the mean over the grid under the model's own probabilities
@@ -272,6 +275,11 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     megatron: dict[str, Any] = field(default_factory=dict)  # any other TransformerConfig field
+
+
+def critic_parallel(config: Config) -> ParallelConfig:
+    """The layout of a critic with a model of its own."""
+    return config.critic.parallel or config.parallel
 
 
 _TIED_TOKENS = 16  # the engine keeps every token that ties with the k-th: of 152k bf16 logits 5 at k = 128, 13 at most

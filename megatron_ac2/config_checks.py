@@ -192,6 +192,8 @@ RULES = (
          "above critic.optimizer.lr ({c.critic.optimizer.lr})"),
     Rule("critic.path", lambda c: c.critic.kind == "generative" and c.critic.path is not None,
          "with critic.kind generative, which is the actor itself; set null"),
+    Rule("critic.parallel", lambda c: c.critic.kind == "generative" and c.critic.parallel is not None,
+         "with critic.kind generative, which is the actor itself; set null"),
     Rule("critic.value", lambda c: c.critic.value == "soft" and c.critic.kind != "generative",
          "needs critic.kind generative (found {c.critic.kind})"),
     Rule("critic.head", lambda c: c.critic.head != "bce" and c.critic.kind != "value_head",

@@ -14,12 +14,11 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 from megatron_ac2.algorithm.value_prompt import build_value_prompt
 from megatron_ac2.config import Config, critic_kind
+from megatron_ac2.critic_inputs import critic_problems
 from megatron_ac2.data.graders import ungradable
 from megatron_ac2.data.problems import load_problems
 from megatron_ac2.model.build import check_layout, load_hf_config, transformer_config
-from megatron_ac2.model.fp8 import shape_problems
 from megatron_ac2.parallel.topology import check_world
-from megatron_ac2.training.value_head_critic import context_problems
 from megatron_ac2.types import Problem, UserError
 
 
@@ -42,6 +41,7 @@ class Inputs:
 def read_inputs(config: Config) -> Inputs:
     """Model configs, tokenizer and problems. Raises one `UserError` with all that is wrong with them."""
     problems: list[str] = []
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
 
     def attempt(read: Callable[[], Any], path_field: str = "model.path") -> Any:
         try:
@@ -52,7 +52,8 @@ def read_inputs(config: Config) -> Inputs:
 
     hf_config = attempt(lambda: load_hf_config(config.model.path))
     critic_hf = hf_config
-    if critic_kind(config) == "value_head" and config.critic.path not in (None, config.model.path):
+    has_own_critic = critic_kind(config) == "value_head"
+    if has_own_critic and config.critic.path not in (None, config.model.path):
         critic_hf = attempt(lambda: load_hf_config(config.critic.path), "critic.path")
     tokenizer = attempt(lambda: load_tokenizer(config.model.path)) if hf_config is not None else None
     train = attempt(lambda: load_problems(config.data.train, tokenizer)) if tokenizer is not None else None
@@ -62,23 +63,18 @@ def read_inputs(config: Config) -> Inputs:
     if hf_config is not None:
         problems += check_layout(hf_config, config.parallel)
         attempt(lambda: transformer_config(hf_config, config.parallel, torch.float32, config.megatron, config.fp8))
-    if critic_hf is not None and critic_hf is not hf_config:
-        unfit = check_layout(critic_hf, config.parallel) + shape_problems(config.fp8, critic_hf, config.parallel)
-        problems += [f"critic.path: {problem}" for problem in unfit]
-        if hf_config is not None and critic_hf.vocab_size != hf_config.vocab_size:
-            problems.append(f"critic.path: vocabulary of {critic_hf.vocab_size}, the actor's is {hf_config.vocab_size}")
-    if critic_hf is not None and critic_kind(config) == "value_head":
-        problems += context_problems(config, critic_hf.max_position_embeddings)
+    if critic_hf is not None and has_own_critic:
+        problems += critic_problems(config, hf_config, critic_hf, tokenizer, world_size)
     if config.actor.loss_op == "triton" and not torch.cuda.is_available():
         problems.append("actor.loss_op: found triton, but there is no GPU; accepted here: auto, torch, naive")
-    problems += check_world(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
+    problems += check_world(config.parallel, world_size)
     max_model_len = 0
     if train:
         problems += ungradable(train)[:20] + ungradable(validation)[:20] + _stream_errors(config, train)
         max_model_len = _max_model_len(config, hf_config, tokenizer, [*train, *validation], problems)
     if problems:
         raise UserError(list(dict.fromkeys(problems)))
-    critic_hf = critic_hf if critic_kind(config) == "value_head" else None
+    critic_hf = critic_hf if has_own_critic else None
     return Inputs(hf_config, critic_hf, tokenizer, train, validation, max_model_len)
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from megatron_ac2.algorithm.value_prompt import PROMPT_HASH
-from megatron_ac2.config import Config, critic_kind
+from megatron_ac2.config import Config, ParallelConfig, critic_kind, critic_parallel
 from megatron_ac2.data.graders import RuleGrader
 from megatron_ac2.engine.engine import ColocatedEngine
 from megatron_ac2.inputs import Inputs, read_inputs, stop_token_ids
@@ -19,7 +19,7 @@ from megatron_ac2.model.build import build_model, wrap_ddp
 from megatron_ac2.model.checkpoint import CheckpointSaver, Kept, load_checkpoint
 from megatron_ac2.model.hf_weights import load_hf_weights
 from megatron_ac2.model.value_head import HEAD_OUTPUTS
-from megatron_ac2.parallel.topology import Topology, init_topology
+from megatron_ac2.parallel.topology import Topology, add_topology, init_topology
 from megatron_ac2.perf import DecodingCost
 from megatron_ac2.rollout import Decoding, grade_responses
 from megatron_ac2.state import RunState, identity
@@ -32,7 +32,7 @@ from megatron_ac2.types import Critic, Grade, Grader, Problem
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    topology: Topology
+    topology: Topology  # the actor's
     hf_config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     actor: Actor
@@ -54,11 +54,21 @@ class Parts:
         return grade_responses(self.grader, self.tokenizer, items, self.topology, reward_range)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a model is cut over the processes."""
+
+    topology: Topology
+    parallel: ParallelConfig
+
+
 def build(config: Config) -> tuple[Parts, RunState]:
     """All parts, with the weights of `model.path` and `critic.path`, and the state of a run at step 0."""
     inputs = read_inputs(config)
     topology = init_topology(config.parallel, config.run.seed, config.run.timeout_minutes)
-    models, optimizers = _build_models(config, inputs, topology)
+    place = _Place(topology, config.parallel)
+    critic_place = _critic_place(config, inputs, place)
+    models, optimizers = _build_models(config, inputs, place, critic_place)
     engine = ColocatedEngine(
         config.model.path, config.engine, topology, config.model.dtype, inputs.max_model_len,
         stop_token_ids(config.model.path, inputs.tokenizer), config.run.seed,
@@ -66,8 +76,8 @@ def build(config: Config) -> tuple[Parts, RunState]:
     parts = Parts(
         topology=topology, hf_config=inputs.hf_config, tokenizer=inputs.tokenizer,
         actor=Actor(models["actor"], optimizers["actor"].for_role("actor"), topology, config,
-                    inputs.hf_config.vocab_size, inputs.pad_id, reference=_reference_model(config, inputs, topology)),
-        critic=_build_critic(config, inputs, topology, models, optimizers, engine),
+                    inputs.hf_config.vocab_size, inputs.pad_id, reference=_reference_model(config, inputs, place)),
+        critic=_build_critic(config, inputs, critic_place.topology, models, optimizers, engine),
         engine=engine, grader=RuleGrader(config.data.grading_timeout), validation=inputs.validation,
         decoding=Decoding.of(config, inputs.hf_config.vocab_size), decoding_cost=DecodingCost.of(inputs.hf_config),
         models=models, optimizers=optimizers,
@@ -81,8 +91,16 @@ def build(config: Config) -> tuple[Parts, RunState]:
     return parts, RunState.fresh(config, inputs.train)
 
 
+def _critic_place(config: Config, inputs: Inputs, actor: _Place) -> _Place:
+    """A layout of its own over the same processes, where the critic has a model of its own and is to have one."""
+    if inputs.critic_hf_config is None or config.critic.parallel in (None, config.parallel):
+        return actor
+    parallel = critic_parallel(config)
+    return _Place(add_topology(parallel, actor.topology, config.run.seed, config.run.timeout_minutes), parallel)
+
+
 def _build_models(
-    config: Config, inputs: Inputs, topology: Topology
+    config: Config, inputs: Inputs, place: _Place, critic_place: _Place
 ) -> tuple[dict[str, torch.nn.Module], dict[str, SharedWeightsOptimizer]]:
     """What a checkpoint holds, by role: actor, and a value head's critic with the snapshot that N-step targets need."""
     dtype = getattr(torch, config.model.dtype)
@@ -90,28 +108,28 @@ def _build_models(
     if critic_kind(config) == "generative":
         roles["critic"] = config.critic.optimizer
     distributed = config.actor.optimizer.distributed
-    actor = _load_model(inputs.hf_config, config.model.path, _policy_head(config), topology, config, distributed)
+    actor = _load_model(inputs.hf_config, config.model.path, _policy_head(config), place, config, distributed)
     models: dict[str, torch.nn.Module] = {"actor": actor}
     optimizers = {"actor": SharedWeightsOptimizer(actor, roles, dtype)}
     if inputs.critic_hf_config is not None:
         path, distributed = config.critic.path or config.model.path, config.critic.optimizer.distributed
-        critic = _load_model(inputs.critic_hf_config, path, "value", topology, config, distributed)
+        critic = _load_model(inputs.critic_hf_config, path, "value", critic_place, config, distributed)
         models["critic"] = critic
         optimizers["critic"] = SharedWeightsOptimizer(critic, {"critic": config.critic.optimizer}, dtype)
         if config.critic.fit == "nstep":
             # Without weights of its own: the critic makes it a copy of itself, a checkpoint brings the run's.
-            snapshot = _new_model(inputs.critic_hf_config, "value", topology, config)
+            snapshot = _new_model(inputs.critic_hf_config, "value", critic_place, config)
             models["critic_snapshot"] = snapshot.requires_grad_(False)
     return models, optimizers
 
 
-def _reference_model(config: Config, inputs: Inputs, topology: Topology) -> torch.nn.Module | None:
+def _reference_model(config: Config, inputs: Inputs, place: _Place) -> torch.nn.Module | None:
     """The frozen model of actor.reference_kl. Its weights are on disk already, so that no checkpoint holds them."""
     if not config.actor.reference_kl.coefficient:
         return None
     path = config.actor.reference_kl.path or config.model.path
     head = _policy_head(config)
-    return _load_model(inputs.hf_config, path, head, topology, config, distributed=False, trained=False)
+    return _load_model(inputs.hf_config, path, head, place, config, distributed=False, trained=False)
 
 
 def _policy_head(config: Config) -> str:
@@ -165,20 +183,20 @@ def _load_model(
     hf_config: PretrainedConfig,
     path: str,
     head: str,
-    topology: Topology,
+    place: _Place,
     config: Config,
     distributed: bool,
     trained: bool = True,
 ) -> torch.nn.Module:
     """The weights in `path`, as this rank's shard. One that is not trained has no gradient buffers."""
-    model = _new_model(hf_config, head, topology, config)
-    load_hf_weights(model, hf_config, topology, path)
+    model = _new_model(hf_config, head, place, config)
+    load_hf_weights(model, hf_config, place.topology, path)
     return wrap_ddp(model, distributed) if trained else model.requires_grad_(False)
 
 
-def _new_model(hf_config: PretrainedConfig, head: str, topology: Topology, config: Config) -> torch.nn.Module:
+def _new_model(hf_config: PretrainedConfig, head: str, place: _Place, config: Config) -> torch.nn.Module:
     dtype = getattr(torch, config.model.dtype)
     return build_model(
-        hf_config, topology, config.parallel, dtype, head, config.megatron, config.run.seed,
+        hf_config, place.topology, place.parallel, dtype, head, config.megatron, config.run.seed,
         value_outputs=HEAD_OUTPUTS[config.critic.head], fp8=config.fp8,
     )  # fmt: skip

@@ -30,6 +30,7 @@ from megatron_ac2.model.hidden_head import HiddenModel
 from megatron_ac2.model.modules import torch_block_spec
 from megatron_ac2.model.rope import rope_arguments, rope_problems
 from megatron_ac2.model.value_head import ValueModel
+from megatron_ac2.parallel.active import active
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.types import UserError
 
@@ -224,7 +225,7 @@ def build_model(
         "pg_collection": topology.pg,
     }
     devices = [] if topology.on_cpu else [topology.device]
-    with torch.random.fork_rng(devices=devices):
+    with active(topology.pg), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         spec = _layer_spec(config, topology, fp8 or Fp8Config())
         if head != "value":
@@ -252,4 +253,5 @@ def wrap_ddp(model: GPTModel, distributed_optimizer: bool) -> DistributedDataPar
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
     )
-    return DistributedDataParallel(model.config, ddp_config, model)
+    with active(model.pg_collection):
+        return DistributedDataParallel(model.config, ddp_config, model)

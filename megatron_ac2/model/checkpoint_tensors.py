@@ -26,6 +26,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ac2.model.hf_weights import unwrap
+from megatron_ac2.parallel.active import active
 from megatron_ac2.parallel.failures import from_first, together
 from megatron_ac2.types import UserError
 
@@ -115,7 +116,9 @@ def _sharded(models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, Sha
 
 
 def _sharded_model(name: str, model: torch.nn.Module) -> dict[str, Any]:
-    sharded = unwrap(model).sharded_state_dict()
+    bare = unwrap(model)
+    with active(bare.pg_collection):
+        sharded = bare.sharded_state_dict()
     add_prefix_for_sharding(sharded, f"{_MODEL}{name}.")
     return sharded
 

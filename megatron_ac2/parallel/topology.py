@@ -1,4 +1,7 @@
-"""The parallel layout as one frozen value: checked once, then passed in. Nothing above asks Megatron's globals."""
+"""The parallel layout as one frozen value: checked once, then passed in. Nothing above asks Megatron's globals.
+
+The same processes may hold several: the first lays them out, a critic's own is laid over them besides (active.py).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_ac2.config import ParallelConfig
 from megatron_ac2.parallel import cpu
+from megatron_ac2.parallel.active import another_layout, forget_layouts, register
 from megatron_ac2.types import UserError
 
 
@@ -79,6 +83,27 @@ def init_topology(parallel: ParallelConfig, seed: int, timeout_minutes: float = 
         backend = "gloo" if device.type == "cpu" else "nccl"
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.destroy_model_parallel()
+    forget_layouts()
+    return _lay_out(parallel, seed, timeout_minutes, rank, world_size, device)
+
+
+def add_topology(parallel: ParallelConfig, first: Topology, seed: int, timeout_minutes: float = 60) -> Topology:
+    """Another layout over the processes of `first`, which stays the active one. A collective.
+
+    Models in it must be built and run inside `active(topology.pg)`, as all of ours do. Raises `UserError`, on every
+    rank and before any collective, if the layout does not fit the number of processes.
+    """
+    problems = check_world(parallel, first.world_size)
+    if problems:
+        raise UserError(problems)
+    with another_layout():
+        return _lay_out(parallel, seed, timeout_minutes, first.rank, first.world_size, first.device)
+
+
+def _lay_out(
+    parallel: ParallelConfig, seed: int, timeout_minutes: float, rank: int, world_size: int, device: torch.device
+) -> Topology:
+    """Megatron's globals must be clear; they are this layout's afterwards."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -88,7 +113,9 @@ def init_topology(parallel: ParallelConfig, seed: int, timeout_minutes: float = 
         distributed_timeout_minutes=timeout_minutes,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    return _read_topology(rank, world_size, device)
+    topology = _read_topology(rank, world_size, device)
+    register(topology.pg)
+    return topology
 
 
 def check_world(parallel: ParallelConfig, world_size: int) -> list[str]:
@@ -123,8 +150,9 @@ def check_world(parallel: ParallelConfig, world_size: int) -> list[str]:
 
 
 def shutdown() -> None:
-    """Leave the groups; without it a process may abort at exit. Idempotent."""
+    """Leave the groups, of all layouts; without it a process may abort at exit. Idempotent."""
     parallel_state.destroy_model_parallel()
+    forget_layouts()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -24,6 +24,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_ac2.config import OptimizerConfig
 from megatron_ac2.model.hf_weights import unwrap
+from megatron_ac2.parallel.active import active, in_own_layout
 from megatron_ac2.training.adam_state import MOMENTS, AdamState
 from megatron_ac2.training.optimizer_shards import Sharded, Stepped, receive_tensors, shard_tensors
 
@@ -52,7 +53,9 @@ class SharedWeightsOptimizer:
                 raise ValueError(f"optimizer {name}: distributed={config.distributed}, but the model has {distributed}")
         self.model = ddp_model
         self.dtype = dtype
-        self._parts = _build_megatron(ddp_model, next(iter(configs.values())), dtype)
+        self.groups = unwrap(ddp_model).pg_collection
+        with active(self.groups):
+            self._parts = _build_megatron(ddp_model, next(iter(configs.values())), dtype)
         self.states = {name: AdamState(config, self._parts) for name, config in configs.items()}
 
     def for_role(self, name: str) -> Optimizer:
@@ -65,6 +68,7 @@ class SharedWeightsOptimizer:
             part.zero_grad()
 
     @torch.no_grad()
+    @in_own_layout
     def step(self, name: str) -> StepResult:
         """Clip the model's gradients to the state's `grad_clip` (0: no clipping) and step. A collective.
 
@@ -106,6 +110,7 @@ class SharedWeightsOptimizer:
         moments = [f"{name}.{moment}" for name in self.states for moment in MOMENTS]
         return tuple(moments if self.dtype == torch.float32 else [_MASTER, *moments])
 
+    @in_own_layout
     def sharded_tensors(self, kind: str, loading: bool) -> dict[str, Sharded]:
         """One entry a parameter, for Megatron's distributed checkpoint; free of the layout, and of `distributed`.
 
@@ -114,6 +119,7 @@ class SharedWeightsOptimizer:
         """
         return shard_tensors(self.model, self._parameters(kind), partial(self._pick, kind), kind, loading)
 
+    @in_own_layout
     def load_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over what a checkpoint has put into `sharded_tensors(kind, loading=True)`."""
         receive_tensors(self._parameters(kind), partial(self._pick, kind), tensors)

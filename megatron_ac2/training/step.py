@@ -34,6 +34,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_ac2.config import Fp8Config
 from megatron_ac2.model.fp8 import token_multiple
+from megatron_ac2.parallel.active import active
 from megatron_ac2.parallel.collectives import broadcast_object, reduce_scalars
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training.optimizer import StepResult
@@ -150,18 +151,20 @@ def _run(
 ) -> list[Any]:
     if not microbatches:
         raise ValueError("no microbatch: a rank without work passes all-masked ones, or its pipeline waits for ever")
-    return get_forward_backward_func(pp_size=topology.pipeline, vp_size=None)(
-        forward_step_func=partial(_forward_step, function),
-        data_iterator=iter(microbatches),
-        model=model,
-        num_microbatches=len(microbatches),
-        seq_length=microbatches[0].token_ids.shape[1]
-        * topology.context,  # the first; variable_seq_lengths sends each one's shape
-        micro_batch_size=1,
-        forward_only=forward_only,
-        p2p_communicator=P2PCommunicator(topology.pg.pp, get_model_config(model)),
-        pg_collection=topology.pg,
-    )
+    schedule = get_forward_backward_func(pp_size=topology.pipeline, vp_size=None)
+    with active(topology.pg):
+        return schedule(
+            forward_step_func=partial(_forward_step, function),
+            data_iterator=iter(microbatches),
+            model=model,
+            num_microbatches=len(microbatches),
+            # The first one's whole length; variable_seq_lengths sends each one's shape.
+            seq_length=microbatches[0].token_ids.shape[1] * topology.context,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            p2p_communicator=P2PCommunicator(topology.pg.pp, get_model_config(model)),
+            pg_collection=topology.pg,
+        )
 
 
 def _forward_step(

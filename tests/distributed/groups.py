@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_ac2.parallel.active import forget_layouts, layouts
+
 
 def leave_groups() -> None:
-    """End the groups of a topology that is used no more. Megatron only forgets them: each keeps threads and sockets,
+    """End the groups of topologies that are used no more. Megatron only forgets them: each keeps threads and sockets,
     some sixty threads a topology, and a few hundred of them starve the others."""
     dist.barrier()  # nobody is still in one of their collectives
-    for group in parallel_state._global_process_group_list or []:
-        if group is not None:  # None stands for the whole world's
-            dist.destroy_process_group(group)
+    for values in layouts():
+        for group in values["_global_process_group_list"] or []:
+            if group is not None:  # None stands for the whole world's
+                dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
+    forget_layouts()

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from megatron_ac2.algorithm.objective import PolicyObjective, objective_problems
-from megatron_ac2.config import Config
+from megatron_ac2.config import Config, ParallelConfig
 from megatron_ac2.config_checks import CHOICES, RULES, check_config, get, warnings_for
 
 
@@ -99,6 +99,7 @@ COMBINATIONS = [
     ("critic.fit", TOKEN_LEVEL | {"critic.fit": "nstep"}, {"sampling.routing": "ac2"}),
     ("critic.reference_prompts", {"critic.reference_prompts": "reference_only", "critic.use_references": False},
      {"critic.use_references": True}),
+    ("critic.parallel", {"critic.parallel": ParallelConfig(tensor=2)}, {"critic.kind": "value_head"}),
     ("critic.kind", TOKEN_LEVEL | {"estimator.kind": "gae", "critic.kind": "generative"},
      {"critic.kind": "value_head"}),
     ("sampling.routing", TOKEN_LEVEL | {"estimator.kind": "brace", "sampling.routing": "ac2"},

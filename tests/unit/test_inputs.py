@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from megatron_ac2.algorithm.value_prompt import build_value_prompt
-from megatron_ac2.config import Config
+from megatron_ac2.config import Config, ParallelConfig
 from megatron_ac2.inputs import read_inputs, stop_token_ids
 from megatron_ac2.types import UserError
 from tools.prepare_quickstart import base_config, prepare
@@ -88,12 +88,49 @@ def test_a_missing_model_beside_a_good_critic_is_a_users_mistake(config: Config,
 
 def test_a_critic_of_another_vocabulary_or_layout_is_refused(config: Config, inputs: Path, tmp_path: Path) -> None:
     hf_config = base_config(read_inputs(config).tokenizer)
-    hf_config.vocab_size, hf_config.num_attention_heads, hf_config.num_key_value_heads = 448, 3, 1
+    hf_config.vocab_size, hf_config.num_attention_heads, hf_config.num_key_value_heads = 50, 3, 1
     Qwen3ForCausalLM(hf_config).save_pretrained(tmp_path / "critic")
     config.critic.path, config.parallel.tensor = str(tmp_path / "critic"), 2
     found = errors(config)
-    assert any(problem.startswith("critic.path: vocabulary of 448, the actor's is") for problem in found)
+    assert any(problem.startswith("critic.path: vocabulary of 50, the actor's is") for problem in found)
     assert any(problem.startswith("critic.path: parallel.tensor: found 2, model has 3 att") for problem in found)
+
+
+def test_a_critic_of_another_size_reads_the_actors_tokens(config: Config, inputs: Path, tmp_path: Path) -> None:
+    """More rows than tokens are fine, as models padded differently have them; other tokens are not."""
+    tokenizer = read_inputs(config).tokenizer
+    hf_config = base_config(tokenizer)
+    hf_config.vocab_size, hf_config.hidden_size = hf_config.vocab_size + 64, 64
+    Qwen3ForCausalLM(hf_config).save_pretrained(tmp_path / "critic")
+    config.critic.path = str(tmp_path / "critic")
+    assert read_inputs(config).critic_hf_config.hidden_size == 64  # no tokenizer of its own: nothing to compare
+    tokenizer.save_pretrained(tmp_path / "critic")
+    read_inputs(config)
+    tokenizer.add_tokens(["<surplus>"])
+    tokenizer.save_pretrained(tmp_path / "critic")
+    read_inputs(config)
+    text = (tmp_path / "critic" / "tokenizer.json").read_text()
+    (tmp_path / "critic" / "tokenizer.json").write_text(text.replace('"7":', '"no seven":'))
+    assert [p.partition("7': ")[0] for p in errors(config)] == [
+        "critic.path: its tokenizer is not the actor's: 1 tokens differ: '"
+    ]
+
+
+def test_a_critics_own_layout_must_fit_its_model_and_the_processes(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config.critic.parallel = ParallelConfig(tensor=2)
+    read_inputs(config)
+    config.critic.parallel = ParallelConfig(tensor=8, sequence=True)
+    world, heads, *_ = errors(config)
+    assert world.startswith("critic.parallel.tensor x critic.parallel.pipeline x critic.parallel.context: found 8 x ")
+    assert "= 8 with 2 process(es)" in world
+    assert heads == "critic.parallel.tensor: found 8, model has 4 attention heads; accepted: divisors of 4"
+    config.critic.parallel, config.parallel.pipeline = ParallelConfig(pipeline=0), 3
+    found = errors(config)
+    assert "critic.parallel.pipeline: found 0, must be >= 1" in found
+    assert any(problem.startswith("parallel.pipeline: found 3, model has 4 layers") for problem in found)
 
 
 def test_grpo_needs_a_problem_a_prefix(config: Config) -> None:
