@@ -85,13 +85,12 @@ def identity(
 
     `critic_hf_config` is that of a critic with a model of its own.
     """
-    vocabulary = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
     template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
     kind = critic_kind(config)
     return {
         "data.train": describe_problems(train),
         "model": _architecture(hf_config),
-        "tokenizer": f"{len(tokenizer)} tokens, {vocabulary}",
+        "tokenizer": _tokenizer(tokenizer),
         "chat_template": template,
         "critic.kind": kind,
         "critic.head": config.critic.head if kind == "value_head" else "none",
@@ -99,6 +98,17 @@ def identity(
         "value_prompt": prompt_hash,
         "run.seed": str(config.run.seed),
     }
+
+
+# Digits, spaces, signs and scripts that tokenizers of one vocabulary may still cut in different ways.
+_PROBE = 'In 1024 the 7th said:\n\n\t"It\'s x_{i+1} = \\frac{22}{7}..."  ¿Qué? 日本語 Ünïcödé <|im_end|>'
+
+
+def _tokenizer(tokenizer: Any) -> str:
+    """Vocabulary, how text is cut, where a response ends."""
+    parts = (sorted(tokenizer.get_vocab().items()), list(tokenizer.encode(_PROBE, add_special_tokens=False)))
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    return f"{len(tokenizer)} tokens, {digest}, end of sequence {tokenizer.eos_token_id}"
 
 
 _ARCHITECTURE = (
@@ -113,4 +123,6 @@ def _architecture(hf_config: Any) -> str:
     rope = getattr(hf_config, "rope_parameters", None) or {}
     found = {key: getattr(hf_config, key, None) for key in _ARCHITECTURE}
     found["rope_theta"] = rope.get("rope_theta", getattr(hf_config, "rope_theta", None))
+    if rope.get("rope_type", "default") != "default":  # positions are scaled
+        found |= {f"rope.{key}": value for key, value in sorted(rope.items()) if key != "rope_theta"}
     return ", ".join(f"{key}={value}" for key, value in found.items() if value is not None)

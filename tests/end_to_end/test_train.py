@@ -154,17 +154,24 @@ def test_baselines_go_through_the_same_loop(
         assert first[name] == pytest.approx(same[name], rel=1e-4, abs=1e-6), name
 
 
-def test_checkpoint_of_another_model_is_refused(
+def test_checkpoint_of_another_model_data_set_and_tokenizer_is_refused(
     launcher: Launcher, straight: Path, inputs: Path, tmp_path: Path
 ) -> None:
     config = Qwen3Config.from_pretrained(inputs / "base")
     config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "other")
-    AutoTokenizer.from_pretrained(inputs / "base").save_pretrained(tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "base")
+    tokenizer.chat_template += " "
+    tokenizer.add_tokens(["<other>"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    (tmp_path / "fewer.jsonl").write_text("".join((inputs / "train.jsonl").read_text().splitlines(True)[:-1]))
     before = (straight / "metrics.jsonl").read_text()
-    job = launcher.run(straight, "critic.path=null", f"model.path={tmp_path / 'other'}", num_ranks=1)
+    changes = (f"model.path={tmp_path / 'other'}", f"data.train={tmp_path / 'fewer.jsonl'}", "parallel.pipeline=1")
+    job = launcher.run(straight, "critic.path=null", *changes, num_ranks=1)
     assert job.statuses == [2]
     assert "num_hidden_layers=4" in job.logs[0] and "num_hidden_layers=2" in job.logs[0]
+    for named in ("12 problems", "11 problems", "tokenizer: found", "chat_template: found"):
+        assert named in job.logs[0], named
     assert (straight / "metrics.jsonl").read_text() == before
 
 

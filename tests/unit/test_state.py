@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_ac2.config import Config
+from megatron_ac2.config import Config, ParallelConfig
 from megatron_ac2.state import identity
 from megatron_ac2.types import Problem
 
@@ -23,6 +23,11 @@ class Tokenizer:
 
     chat_template: str = "{{ messages }}"
     vocabulary: dict[str, int] = field(default_factory=lambda: {"a": 0, "b": 1})
+    eos_token_id: int = 1
+    step: int = 1  # characters a token
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [ord(letter) % 2 for letter in text[:: self.step]]
 
     def get_vocab(self) -> dict[str, int]:
         return self.vocabulary
@@ -57,11 +62,14 @@ def other_tokens(problem: Problem) -> Problem:
         ({"problems": [*PROBLEMS[:2], replace(PROBLEMS[2], grading={"answer": "4"})]}, {"data.train"}),
         ({"problems": [*PROBLEMS[:2], replace(PROBLEMS[2], question="?")]}, {"data.train"}),
         ({"tokenizer": Tokenizer(vocabulary={"a": 1, "b": 0})}, {"tokenizer"}),
+        ({"tokenizer": Tokenizer(step=2)}, {"tokenizer"}),  # other merges of the same vocabulary
+        ({"tokenizer": Tokenizer(eos_token_id=0)}, {"tokenizer"}),
         ({"tokenizer": Tokenizer(chat_template="")}, {"chat_template"}),
         ({"wording": "other"}, {"value_prompt"}),
         ({"seed": 1}, {"run.seed"}),
         ({"num_hidden_layers": 5}, {"model"}),
         ({"rope_parameters": {"rope_theta": 1e6}}, {"model"}),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, {"model"}),
         ({"num_experts": 8}, {"model"}),
         ({"kind": "value_head"}, {"critic.kind", "critic.head"}),
         ({"kind": "value_head", "critic": HF}, {"critic.kind", "critic.head", "critic.model"}),
@@ -79,6 +87,17 @@ def test_critics_with_a_model_of_their_own_differ_by_it_and_by_their_head() -> N
     old = made("value_head", critic=HF)
     assert made("value_head", critic=HF | {"hidden_size": 32})["critic.model"] != old["critic.model"]
     assert made("value_head", "two_hot", critic=HF)["critic.head"] == "two_hot" != old["critic.head"]
+
+
+def test_the_layout_is_no_part_of_it() -> None:
+    """A run may go on in another layout, of the actor or of the critic alone, with or without offload."""
+    config, tokenizer = Config(), Tokenizer()
+    config.critic.kind = "value_head"
+    other = replace(config, parallel=ParallelConfig(tensor=2, sequence=True))
+    other.critic = replace(config.critic, parallel=ParallelConfig(pipeline=2))
+    other.run = replace(config.run, offload="all")
+    hf = SimpleNamespace(**HF)
+    assert identity(config, hf, tokenizer, "w", PROBLEMS, hf) == identity(other, hf, tokenizer, "w", PROBLEMS, hf)
 
 
 def test_values_say_what_they_stand_for() -> None:
