@@ -75,7 +75,8 @@ def calibrate(parts: Parts, state: RunState, config: Config, grade: GradeMany) -
         step=state.next_step,
     ).fresh
     grades = grade([(problem, sample.token_ids) for problem, sample in sampled])
-    values = parts.critic.score([CriticState(problem, sample.token_ids, None) for problem, sample in sampled])
+    with parts.turns.visiting():
+        values = parts.critic.score([CriticState(problem, sample.token_ids, None) for problem, sample in sampled])
     known = np.array([grade.valid for grade in grades], dtype=bool) & values.valid
     lengths = np.array([len(sample.token_ids) for _, sample in sampled])
     labels = np.array([grade.reward >= 0.5 for grade in grades], dtype=bool)

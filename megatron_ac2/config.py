@@ -23,6 +23,9 @@ class RunConfig:
     keep_every: int = 0  # besides, each of a step that is a multiple of it, for good; 0: none
     verify_checkpoint: bool = True  # hash every file before it is loaded; false: compare sizes alone
     resume: bool = True  # go on from the latest checkpoint in `dir`, if there is one
+    # What of the trainer waits in host memory while the engine runs, which sleeps (on GPU) while the trainer computes:
+    # none (both stay) | optimizer (its states; gradients are dropped) | all (weights too, frozen models' as well)
+    offload: str = "none"
     timeout_minutes: float = 60.0  # a collective that waits longer ends the job
     tensorboard: bool = True
     wandb: bool = False

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_ac2.config import Config
 
 CHOICES = {
+    "run.offload": ("none", "optimizer", "all"),
     "model.dtype": ("bfloat16", "float32"),
     "fp8.recipe": ("none", "delayed", "tensorwise", "blockwise", "mxfp8"),
     "fp8.format": ("auto", "e4m3", "hybrid"),

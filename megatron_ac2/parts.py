@@ -25,8 +25,10 @@ from megatron_ac2.rollout import Decoding, grade_responses
 from megatron_ac2.state import RunState, identity
 from megatron_ac2.training.actor import Actor
 from megatron_ac2.training.generative_critic import GenerativeCritic
+from megatron_ac2.training.offload import Offload
 from megatron_ac2.training.optimizer import SharedWeightsOptimizer
 from megatron_ac2.training.value_head_critic import ValueHeadCritic
+from megatron_ac2.turns import Turns
 from megatron_ac2.types import Critic, Grade, Grader, Problem
 
 
@@ -46,6 +48,7 @@ class Parts:
     optimizers: dict[str, SharedWeightsOptimizer]
     identity: dict[str, str]
     saver: CheckpointSaver
+    turns: Turns
 
     def decode(self, ids: np.ndarray) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -63,20 +66,29 @@ class _Place:
 
 
 def build(config: Config) -> tuple[Parts, RunState]:
-    """All parts, with the weights of `model.path` and `critic.path`, and the state of a run at step 0."""
+    """All parts, with the weights of `model.path` and `critic.path`, and the state of a run at step 0.
+
+    With run.offload it is the trainer's turn: to load a checkpoint, and to publish.
+    """
     inputs = read_inputs(config)
     topology = init_topology(config.parallel, config.run.seed, config.run.timeout_minutes)
     place = _Place(topology, config.parallel)
     critic_place = _critic_place(config, inputs, place)
     models, optimizers = _build_models(config, inputs, place, critic_place)
+    reference = _reference_model(config, inputs, place)
+    frozen = {} if reference is None else {"reference": reference}
+    offload = Offload(config.run.offload, models | frozen, optimizers)
+    offload.leave()  # the engine takes its share of the memory that it finds free
     engine = ColocatedEngine(
         config.model.path, config.engine, topology, config.model.dtype, inputs.max_model_len,
         stop_token_ids(config.model.path, inputs.tokenizer), config.run.seed,
     )  # fmt: skip
+    turns = Turns(offload, engine)
+    turns.train(publish_follows=True)
     parts = Parts(
         topology=topology, hf_config=inputs.hf_config, tokenizer=inputs.tokenizer,
         actor=Actor(models["actor"], optimizers["actor"].for_role("actor"), topology, config,
-                    inputs.hf_config.vocab_size, inputs.pad_id, reference=_reference_model(config, inputs, place)),
+                    inputs.hf_config.vocab_size, inputs.pad_id, reference=reference),
         critic=_build_critic(config, inputs, critic_place.topology, models, optimizers, engine),
         engine=engine, grader=RuleGrader(config.data.grading_timeout), validation=inputs.validation,
         decoding=Decoding.of(config, inputs.hf_config.vocab_size), decoding_cost=DecodingCost.of(inputs.hf_config),
@@ -87,6 +99,7 @@ def build(config: Config) -> tuple[Parts, RunState]:
             checkpoint_root(config), Kept(config.run.keep_checkpoints, config.run.keep_every),
             config.run.async_save, config.run.timeout_minutes,
         ),
+        turns=turns,
     )  # fmt: skip
     return parts, RunState.fresh(config, inputs.train)
 
@@ -161,7 +174,8 @@ def _build_critic(
 
 def save(parts: Parts, state: RunState) -> None:
     """Returns when all is copied, and with run.async_save while it is still being written: see `parts.saver`."""
-    parts.saver.save(state.next_step, parts.models, parts.optimizers, state.state_dict(), parts.identity)
+    with parts.turns.visiting():
+        parts.saver.save(state.next_step, parts.models, parts.optimizers, state.state_dict(), parts.identity)
 
 
 def load_latest(parts: Parts, state: RunState, config: Config) -> None:

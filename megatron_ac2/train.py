@@ -70,6 +70,8 @@ def train_step(parts: Parts, state: RunState, config: Config, step: int, timer: 
             calibrate(parts, state, config, grade)
     with timer.phase("sample"):
         rollout = collect(parts, state, config, step, grade)
+    if config.critic.kind == "value_head":  # it values with the trainer, a generative one with the engine
+        take_turn(parts, config, step, timer)
     with timer.phase("credit"):
         chunk_critic = parts.critic if config.sampling.routing == "ac2" else None
         credit = assign_credit(
@@ -83,11 +85,27 @@ def train_step(parts: Parts, state: RunState, config: Config, step: int, timer: 
         sequences, examples = refine_credit(rollout, credit, parts, state, config, step)
         trusted = state.readiness.ready_among([g.continuation.prefix.problem_id for g in rollout.groups])
         remember(state, rollout, credit, config, step)
+    take_turn(parts, config, step, timer)
     with timer.phase("train"):
         learned = update_actor_and_critic(parts.actor, parts.critic, state, sequences, config, step, examples)
     with timer.phase("reshard"):
-        synced = publish_weights(parts, config, step + 1) if _is_due(config.engine.publish_every, step + 1) else {}
+        synced = pass_turn(parts, config, step)
     return step_metrics(rollout, credit, state, trusted, parts, timer, sequences, step) | learned | synced
+
+
+def take_turn(parts: Parts, config: Config, step: int, timer: PhaseTimer) -> None:
+    """The trainer's on the device, if it has not got it."""
+    if config.run.offload != "none":
+        with timer.phase("offload"):
+            parts.turns.train(publish_follows=_is_due(config.engine.publish_every, step + 1))
+
+
+def pass_turn(parts: Parts, config: Config, step: int) -> dict[str, float]:
+    """The engine's again, with the weights after this step where they are due; metrics of how they got there."""
+    if _is_due(config.engine.publish_every, step + 1):
+        return publish_weights(parts, config, step + 1)
+    parts.turns.generate()
+    return {}
 
 
 def refine_credit(
@@ -119,9 +137,11 @@ def remember(state: RunState, rollout: Rollout, credit: Credit, config: Config, 
 
 
 def publish_weights(parts: Parts, config: Config, version: int) -> dict[str, float]:
+    parts.turns.before_publish()
     return publish(
-        parts.actor.model, parts.hf_config, parts.topology, parts.engine, version, rounding=config.engine.rounding
-    )
+        parts.actor.model, parts.hf_config, parts.topology, parts.engine, version, rounding=config.engine.rounding,
+        loaded=parts.turns.after_publish,
+    )  # fmt: skip
 
 
 def _evaluate_if_due(

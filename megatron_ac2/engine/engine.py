@@ -106,13 +106,18 @@ class ColocatedEngine:
         return merge_shares([packed for packed, _, _ in gathered], len(requests))
 
     def load_weights(
-        self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int, verify: bool | None = None
+        self,
+        named_tensors: Iterator[tuple[str, torch.Tensor]],
+        version: int,
+        verify: bool | None = None,
+        loaded: Callable[[], None] = lambda: None,
     ) -> None:
         """Stream full Hugging Face tensors into the engine, drop what it cached with the old ones, then set `version`.
 
         Every rank draws the whole stream in the same order, so it may itself run collectives. `verify` (default: the
         config's) reads every tensor back and raises `WeightSyncError`, on every rank, naming those that differ; the
-        engine then refuses to sample until a load succeeds. Wakes a sleeping engine: weights first, the KV cache after.
+        engine then refuses to sample until a load succeeds. Wakes a sleeping engine: weights first, the KV cache after;
+        `loaded` is called in between, when the sent tensors may go.
         """
         verify = self._config.verify_weights if verify is None else verify
         self._unusable = "its last weight load did not succeed"
@@ -120,6 +125,7 @@ class ColocatedEngine:
             self._llm.wake_up(tags=["weights"])
         with preserved_random_state():
             problems = self._llm.collective_rpc("receive_weights", args=(named_tensors, verify))[0]
+        loaded()
         if self._asleep is not None:
             self._llm.wake_up(tags=["kv_cache"])
             self._asleep = None

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_ac2.model.hf_weights import unwrap
 from megatron_ac2.parallel.active import active
 from megatron_ac2.parallel.failures import from_first, together
+from megatron_ac2.parallel.host_memory import check_here
 from megatron_ac2.types import UserError
 
 _NUM_THREADS = 2  # and files a rank
@@ -117,6 +118,7 @@ def _sharded(models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, Sha
 
 def _sharded_model(name: str, model: torch.nn.Module) -> dict[str, Any]:
     bare = unwrap(model)
+    check_here(next(bare.parameters()), f"the weights of {name}")
     with active(bare.pg_collection):
         sharded = bare.sharded_state_dict()
     add_prefix_for_sharding(sharded, f"{_MODEL}{name}.")

@@ -18,6 +18,7 @@ from megatron_ac2.model.hf_groups import gather_whole, is_shared, read_slice, wh
 from megatron_ac2.model.hf_table import LM_HEAD, VALUE_HEAD, Table, cut_dim
 from megatron_ac2.model.value_head import HEAD_OUTPUTS, ValueModel
 from megatron_ac2.parallel.collectives import broadcast_object, gather_objects
+from megatron_ac2.parallel.host_memory import check_here
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.types import UserError
 
@@ -77,6 +78,7 @@ def export_hf_weights(
     on their ranks come one after another; one matrix of each of them is in memory at once.
     """
     model = unwrap(model)
+    check_here(next(model.parameters()), "the model's weights")
     table = Table(hf_config)
     own = _manifest(model, table, topology)
     for stage, entries in enumerate(gather_objects(own, topology.pg.pp)):

@@ -8,9 +8,10 @@ a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron_ac2.config import OptimizerConfig
 from megatron_ac2.model.hf_weights import unwrap
 from megatron_ac2.parallel.active import active, in_own_layout
+from megatron_ac2.parallel.host_memory import check_here
 from megatron_ac2.training.adam_state import MOMENTS, AdamState
 from megatron_ac2.training.optimizer_shards import Sharded, Stepped, receive_tensors, shard_tensors
 
@@ -62,6 +64,13 @@ class SharedWeightsOptimizer:
         """The view that steps with the state `name`."""
         return Optimizer(self, name)
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Master weights, of fp32 models the weights themselves, and the moments of every state."""
+        for state in self.states.values():
+            for parameter, moments in state.moments.items():
+                yield parameter
+                yield from (moments[name] for name in MOMENTS)
+
     def zero_grad(self) -> None:
         self.model.zero_grad_buffer()
         for part in self._parts:
@@ -75,6 +84,7 @@ class SharedWeightsOptimizer:
         Gradients that are not finite on any rank are dropped and change nothing on any rank.
         """
         state = self.states[name]
+        self._check_here()
         state.put_in(self._parts)
         for part in self._parts:
             part.prepare_grads()
@@ -95,6 +105,10 @@ class SharedWeightsOptimizer:
         for part in self._parts:
             part.zero_grad()
         return StepResult(ok=True, grad_norm=grad_norm, update_norm=update_norm)
+
+    def _check_here(self) -> None:
+        for tensor in islice(self.tensors(), 2):  # a weight and its moment
+            check_here(tensor, "the optimizer's states")
 
     def _change_since(self, before: list[torch.Tensor], part: MegatronOptimizer) -> float:
         """Global L2 norm of the change. Overwrites `before`, so that no second copy of the weights is made."""
@@ -117,6 +131,7 @@ class SharedWeightsOptimizer:
         A collective. When saving, copies in host memory, on the first data-parallel rank alone; when loading, every
         rank gets tensors to be filled. Of the distributed optimizer these are full, in host memory.
         """
+        self._check_here()
         return shard_tensors(self.model, self._parameters(kind), partial(self._pick, kind), kind, loading)
 
     @in_own_layout

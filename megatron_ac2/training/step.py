@@ -36,6 +36,7 @@ from megatron_ac2.config import Fp8Config
 from megatron_ac2.model.fp8 import token_multiple
 from megatron_ac2.parallel.active import active
 from megatron_ac2.parallel.collectives import broadcast_object, reduce_scalars
+from megatron_ac2.parallel.host_memory import check_here
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training.optimizer import StepResult
 from megatron_ac2.types import PackedBatch
@@ -61,6 +62,7 @@ def forward_backward(
     gradient are 0.
     """
     _check_scaling(model)
+    check_here(next(model.parameters()).main_grad, "the model's gradients")
     model.zero_grad_buffer()
 
     def loss(batch: PackedBatch, output: torch.Tensor) -> Loss:
@@ -151,6 +153,7 @@ def _run(
 ) -> list[Any]:
     if not microbatches:
         raise ValueError("no microbatch: a rank without work passes all-masked ones, or its pipeline waits for ever")
+    check_here(next(model.parameters()), "the model's weights")
     schedule = get_forward_backward_func(pp_size=topology.pipeline, vp_size=None)
     with active(topology.pg):
         return schedule(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -35,7 +36,7 @@ def make(scripts: list[list[str]], **sampling: object) -> tuple[SimpleNamespace,
     config.sampling.response_budget, config.sampling.chunk_len = BUDGET, CHUNK_LEN
     for name, value in sampling.items():
         setattr(config.sampling, name, value)
-    parts = SimpleNamespace(engine=Rounds(scripts), decoding=DECODING)
+    parts = SimpleNamespace(engine=Rounds(scripts), decoding=DECODING, turns=SimpleNamespace(visiting=nullcontext))
     return parts, RunState.fresh(config, list(PROBLEMS.values())), config
 
 
