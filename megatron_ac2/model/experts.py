@@ -104,12 +104,13 @@ def layout_problems(hf_config: PretrainedConfig, parallel: ParallelConfig) -> li
     if parallel.expert == 1 and degree != parallel.tensor:
         problems.append(
             f"parallel.expert_tensor: found {degree} with parallel.expert 1 and parallel.tensor {parallel.tensor}; "
-            "Megatron would sum the experts' gradients over too few ranks; accepted: null, or parallel.expert > 1"
+            "Megatron would sum the experts' gradients over too few ranks, and say nothing; accepted: null, or "
+            "parallel.expert > 1"
         )
     if parallel.tensor > 1 and not parallel.sequence:
         problems.append(
             f"parallel.sequence: found false with parallel.tensor {parallel.tensor} and a model with experts; every "
-            "tensor rank would send all tokens, and gradients would be a multiple of the right ones; accepted: true"
+            "tensor rank would send all tokens to the experts, and Megatron refuses to train so; accepted: true"
         )
     return problems
 
