@@ -9,7 +9,8 @@ rounded network, with the rounding itself taken as the identity (straight-throug
   gathers is rounded as a whole: its amax is reduced over tensor ranks.
 - delayed: a scale from the amaxes of earlier training passes, the largest over tensor, data and context ranks. It
   starts at 1, and a pass without gradients neither records nor moves it. Recorded a microbatch, weights too
-  (Transformer Engine rounds those once a step). History and scales are buffers, and so part of a checkpoint.
+  (Transformer Engine rounds those once a step); an empty microbatch's padding tokens count like others. History and
+  scales are buffers, and so part of a checkpoint.
 - blockwise, mxfp8: a scale a block. Shards of whole blocks round as the whole matrix does.
 """
 

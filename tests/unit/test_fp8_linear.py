@@ -10,14 +10,14 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from megatron_ac2.config import Fp8Config, ParallelConfig
 from megatron_ac2.data.packing import pack
 from megatron_ac2.model.build import build_model, transformer_config
 from megatron_ac2.model.fp8_linear import DelayedScales, EmulatedFp8, Fp8ColumnParallelLinear, Fp8RowParallelLinear
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
-from megatron_ac2.types import PackedBatch
+from megatron_ac2.types import PackedBatch, UserError
 from tests.unit import fp8_double
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -133,6 +133,23 @@ def test_linear_layers_round_and_nothing_else_does(recipe: str, topology: Topolo
         for part in (parts[1], parts[0], parts[2], parts[3])
         for buffer in ("scale", "amax_history")
     ]
+
+
+def test_experts_round_and_their_router_does_not(topology: Topology) -> None:
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+    kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    hf_config = Qwen3MoeConfig(**qwen3().to_dict() | experts | kind)
+    parallel, fp8 = ParallelConfig(), Fp8Config("blockwise", emulate=True)
+    model = build_model(hf_config, topology, parallel, torch.float32, seed=3, fp8=fp8)
+    rounding = {n for n, m in model.named_modules() if isinstance(m, (Fp8ColumnParallelLinear, Fp8RowParallelLinear))}
+    assert len(rounding) == 4 * (2 + 2 * 4) and "decoder.layers.0.mlp.experts.local_experts.3.linear_fc2" in rounding
+    ids = torch.arange(3)[None]  # six places for four experts: some may have no token
+    output = model(ids, ids, None)
+    output.sum().backward()
+    assert output.isfinite().all()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    with pytest.raises(UserError, match="fp8.recipe: found delayed.*experts: tensorwise, blockwise, mxfp8"):
+        build_model(hf_config, topology, parallel, torch.float32, fp8=Fp8Config("delayed", emulate=True))
 
 
 def run_padded(recipe: str, topology: Topology, batch: PackedBatch, num_tokens: int) -> list[torch.Tensor]:
