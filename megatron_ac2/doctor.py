@@ -38,6 +38,8 @@ PACKAGES = {
     "Transformer Engine": ("transformer-engine",),
     "apex": ("apex",),
 }
+# The tests pass with these. Others may do, but we also call what Megatron changes without notice.
+MEGATRON_VERSIONS = ("0.16.1", "0.19.2")
 REQUIRED = ("torch", "megatron-core", "vLLM", "transformers")
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -71,6 +73,8 @@ def check_packages(on_gpu: bool) -> Iterator[Finding]:
         version = installed(distributions)
         if version:
             yield Finding("ok", subject, version)
+            if subject == "megatron-core":
+                yield from check_megatron(version.split()[1])
         elif subject in REQUIRED:
             yield Finding("error", subject, f"not installed; pip install -r requirements{'' if on_gpu else '-cpu'}.txt")
     engine_usable = has_module("transformer_engine.pytorch") and has_module("transformer_engine_torch")
@@ -87,6 +91,12 @@ def check_packages(on_gpu: bool) -> Iterator[Finding]:
         yield Finding("warning", "apex", "this is another project of that name; NVIDIA's comes with the NGC container")
     elif on_gpu and not has_module("apex.optimizers"):
         yield Finding("note", "apex", "not installed: Megatron uses Transformer Engine's or torch's optimizers instead")
+
+
+def check_megatron(version: str) -> Iterator[Finding]:
+    if version not in MEGATRON_VERSIONS:
+        text = f"found {version}, which no test has run with; tested: {', '.join(MEGATRON_VERSIONS)}"
+        yield Finding("warning", "megatron-core", text)
 
 
 def check_device() -> Iterator[Finding]:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 
 import pytest
-import torch
 import yaml
 
-from megatron_ac2.doctor import check_environment, check_packages, check_run, diagnose, main
+from megatron_ac2.doctor import (
+    MEGATRON_VERSIONS,
+    check_environment,
+    check_megatron,
+    check_packages,
+    check_run,
+    diagnose,
+    has_module,
+    main,
+)
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4,
@@ -35,8 +44,10 @@ def errors(findings):
 
 
 def test_this_machine_is_ready(capsys):
-    assert main([]) == 0
-    assert f"torch {torch.__version__}" in capsys.readouterr().out
+    missing = [] if has_module("vllm") else ["vLLM"]  # the tests of Megatron alone run without the engine
+    assert [finding.subject for finding in errors(diagnose())] == missing
+    assert main([]) == len(missing)
+    assert f"torch {metadata.version('torch')}" in capsys.readouterr().out
 
 
 def test_a_complete_configuration_has_no_errors_and_an_estimate_of_memory(config):
@@ -102,11 +113,20 @@ def test_packages(monkeypatch):
     assert "another project" in found["apex", "warning"]
 
 
-def _lookup(versions, name):
-    from importlib.metadata import PackageNotFoundError
+@pytest.mark.parametrize("version", ["0.15.3", "0.18.2", "0.19.2rc1"])
+def test_a_megatron_that_no_test_has_run_with_is_named(version):
+    (finding,) = check_megatron(version)
+    assert (finding.level, finding.subject) == ("warning", "megatron-core")
+    assert version in finding.text and all(tested in finding.text for tested in MEGATRON_VERSIONS)
 
+
+def test_the_megatron_of_these_tests_counts_as_tested():
+    assert not list(check_megatron(metadata.version("megatron-core")))
+
+
+def _lookup(versions, name):
     if name not in versions:
-        raise PackageNotFoundError(name)
+        raise metadata.PackageNotFoundError(name)
     return versions[name]
 
 
