@@ -23,6 +23,7 @@ from rich.console import Console
 from megatron_ac2.config import Config
 from megatron_ac2.config_checks import warnings_for
 from megatron_ac2.config_file import load_config, split_arguments
+from megatron_ac2.parallel import megatron_versions
 from megatron_ac2.perf import device_memory, gib
 from megatron_ac2.types import UserError
 
@@ -38,8 +39,6 @@ PACKAGES = {
     "Transformer Engine": ("transformer-engine",),
     "apex": ("apex",),
 }
-# The tests pass with these. Others may do, but we also call what Megatron changes without notice.
-MEGATRON_VERSIONS = ("0.16.1", "0.19.2")
 REQUIRED = ("torch", "megatron-core", "vLLM", "transformers")
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -94,8 +93,8 @@ def check_packages(on_gpu: bool) -> Iterator[Finding]:
 
 
 def check_megatron(version: str) -> Iterator[Finding]:
-    if version not in MEGATRON_VERSIONS:
-        text = f"found {version}, which no test has run with; tested: {', '.join(MEGATRON_VERSIONS)}"
+    if version not in megatron_versions.TESTED:
+        text = f"found {version}, which no test has run with; tested: {', '.join(megatron_versions.TESTED)}"
         yield Finding("warning", "megatron-core", text)
 
 

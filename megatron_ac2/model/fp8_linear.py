@@ -34,6 +34,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_ac2.config import Fp8Config
 from megatron_ac2.model.fp8 import backward_format
 from megatron_ac2.model.fp8_rounding import Operand, largest, largest_magnitude, round_operand, round_scaled
+from megatron_ac2.parallel.megatron_versions import parts_of, with_parts
 
 _OPERANDS: tuple[Operand, ...] = ("input", "weight", "gradient")
 
@@ -155,9 +156,10 @@ def with_rounding(spec: Any, emulated: EmulatedFp8) -> Any:
     """A layer's spec with every parallel linear layer in it, however deep, replaced by the one that rounds."""
     if isinstance(spec, type) and spec in _ROUNDED:
         return ModuleSpec(module=_ROUNDED[spec], params={"emulated": emulated})
-    if not isinstance(spec, ModuleSpec) or spec.submodules is None:
+    parts = parts_of(spec)
+    if parts is None:
         return spec
-    submodules = copy.copy(spec.submodules)
-    for field in dataclasses.fields(submodules):
-        setattr(submodules, field.name, with_rounding(getattr(submodules, field.name), emulated))
-    return dataclasses.replace(spec, submodules=submodules)
+    parts = copy.copy(parts)
+    for field in dataclasses.fields(parts):
+        setattr(parts, field.name, with_rounding(getattr(parts, field.name), emulated))
+    return with_parts(spec, parts)

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_ac2.model.context_attention import shared_attention
 from megatron_ac2.model.fp8_linear import EmulatedFp8, rounds_layer, with_rounding
+from megatron_ac2.parallel.megatron_versions import built_class
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
@@ -125,7 +126,7 @@ def _with_torch_modules(spec: ModuleSpec) -> ModuleSpec:
     if attention.q_layernorm is not IdentityOp:
         attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
     if (
-        layer.mlp.module is MoELayer
+        built_class(layer.mlp) is MoELayer
     ):  # Transformer Engine fuses no norm into a router, and the checkpoint's key shows it
         del layer.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     return spec
