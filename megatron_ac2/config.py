@@ -45,6 +45,7 @@ class ParallelConfig:
     expert: int = 1  # a model's experts are shared out over so many ranks, most of them data-parallel ones
     expert_tensor: int | None = None  # over how many ranks one expert is cut; null: as `tensor`
     context: int = 1  # ranks that share every sequence; the optimizer is sharded over them too
+    virtual_pipeline: int | None = None  # chunks of layers a pipeline rank (interleaved pipeline); null: one
 
 
 @dataclass

@@ -37,7 +37,7 @@ CHOICES = {
 # A field that is null has no range.
 _POSITIVE = (
     "run.num_steps", "run.keep_checkpoints", "run.timeout_minutes", "parallel.tensor", "parallel.pipeline",
-    "parallel.expert", "parallel.expert_tensor", "fp8.amax_history_len",
+    "parallel.expert", "parallel.expert_tensor", "parallel.virtual_pipeline", "fp8.amax_history_len",
     "actor.num_minibatches", "actor.max_tokens_per_microbatch", "actor.optimizer.lr", "actor.asympo_floor",
     "actor.score_centering.top_k", "critic.optimizer.lr", "critic.batch_size", "critic.updates_per_step",
     "critic.max_tokens_per_microbatch", "critic.max_value_tokens", "critic.value_clip", "critic.nstep_max",
@@ -176,6 +176,9 @@ RULES = (
          "must reach sampling.top_k ({c.sampling.top_k}), which it then covers"),
     Rule("parallel.sequence", lambda c: c.parallel.sequence and c.parallel.tensor == 1,
          "with parallel.tensor 1; sequence parallel needs tensor > 1"),
+    Rule("parallel.virtual_pipeline",
+         lambda c: c.parallel.virtual_pipeline == 1 or (c.parallel.virtual_pipeline and c.parallel.pipeline == 1),
+         "with parallel.pipeline {c.parallel.pipeline}; an interleaved pipeline needs two or more of both, or null"),
     # fp8
     Rule("fp8.emulate", lambda c: c.fp8.emulate and c.fp8.recipe == "none", "but fp8.recipe is none; set false"),
     Rule("fp8.recipe", lambda c: c.fp8.recipe != "none" and not c.fp8.emulate and c.model.dtype != "bfloat16",

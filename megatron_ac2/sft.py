@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 from megatron_ac2.algorithm.value_losses import value_bce_loss
 from megatron_ac2.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_ac2.config_file import load_config, split_arguments
-from megatron_ac2.data.packing import pack, plan_microbatches
+from megatron_ac2.data.packing import pack
 from megatron_ac2.data.worked import WorkedSolution, load_worked, step_values
 from megatron_ac2.entry import run_entry_point
 from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
@@ -37,7 +37,7 @@ from megatron_ac2.random_streams import stream
 from megatron_ac2.report import COST_FILE
 from megatron_ac2.training.context_parallel import held_part
 from megatron_ac2.training.optimizer import build_optimizer
-from megatron_ac2.training.step import Loss, apply_step, forward_backward, token_alignment
+from megatron_ac2.training.step import Loss, apply_step, forward_backward, my_microbatches, token_alignment
 from megatron_ac2.training.token_head import TokenHead, loss_rows, negative_log_likelihood
 from megatron_ac2.training.value_labels import value_metrics, value_sums
 from megatron_ac2.types import PackedBatch, UserError
@@ -150,9 +150,8 @@ def microbatches_of(
     batch: Sequence[WorkedSolution], stage: StageConfig, topology: Topology, pad_id: int
 ) -> list[PackedBatch]:
     """This data rank's microbatches. A value head is labelled at step ends only, so its loss starts at the prompt."""
-    plan = plan_microbatches([len(row.token_ids) for row in batch], topology.data, stage.max_tokens_per_microbatch)
     packed = []
-    for indices in plan[topology.data_rank]:
+    for indices in my_microbatches([len(row.token_ids) for row in batch], topology, stage.max_tokens_per_microbatch):
         rows = [batch[index] for index in indices]
         fields = {} if stage.head == "lm" else {"labelled": [_labelled(row) for row in rows],
                                                 "targets": [_targets(row) for row in rows]}  # fmt: skip

@@ -3,11 +3,11 @@
     python tools/convert_checkpoint.py to-megatron HF_FOLDER OUT --verify
     torchrun --nproc_per_node=4 tools/convert_checkpoint.py to-hf MEGATRON_FOLDER OUT --tensor 2 --pipeline 2
 
-A torch_dist checkpoint has no layout of its own: --tensor, --pipeline and --expert say how the model is cut while it is
-converted (one too large for one process), and the result loads into any other. The Megatron folder also keeps
-config.json and the tokenizer in hf/, and what else is needed to come back in conversion.json. --verify reads the result
-back and compares every tensor bit for bit (after rounding, if --dtype asks for it). A conversion that fails leaves
-nothing at OUT.
+A torch_dist checkpoint has no layout of its own: --tensor, --pipeline, --virtual-pipeline and --expert say how the model
+is cut while it is converted (one too large for one process), and the result loads into any other. The Megatron folder
+also keeps config.json and the tokenizer in hf/, and what else is needed to come back in conversion.json. --verify reads
+the result back and compares every tensor bit for bit (after rounding, if --dtype asks for it). A conversion that fails
+leaves nothing at OUT.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PretrainedConfig
 
 from megatron_ac2.config import ParallelConfig
 from megatron_ac2.model.build import build_model, check_layout, load_hf_config
+from megatron_ac2.model.chunks import load_state, sharded_state
 from megatron_ac2.model.hf_files import VALUE_HEAD_FILE, HfReader, copy_tokenizer
 from megatron_ac2.model.hf_table import VALUE_HEAD
 from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights, save_hf
@@ -80,6 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("out", type=Path)
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--pipeline", type=int, default=1)
+    parser.add_argument("--virtual-pipeline", type=int, help="chunks of layers a pipeline rank; default: one")
     parser.add_argument("--expert", type=int, default=1, help="ranks that share out the experts")
     parser.add_argument("--expert-tensor", type=int, help="ranks that an expert is cut over; default: as --tensor")
     parser.add_argument("--dtype", choices=DTYPES, help="to-megatron: of the weights; default: as in the source")
@@ -92,7 +93,7 @@ def read_source(arguments: argparse.Namespace) -> Source:
     folder: Path = arguments.source
     if arguments.out.exists():
         raise UserError(f"{arguments.out}: exists already; remove it or give another folder")
-    names = ("tensor", "pipeline", "expert", "expert_tensor")
+    names = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
     degrees = {name: getattr(arguments, name) for name in names}
     parallel = ParallelConfig(**degrees, sequence=arguments.tensor > 1)  # experts ask for it; weights are the same
     if arguments.direction == "to-megatron":
@@ -142,7 +143,7 @@ def staging(out: Path, topology: Topology) -> Iterator[Path]:
 def to_megatron(source: Source, topology: Topology, out: Path, verify: bool) -> None:
     model = new_model(source, topology)
     load_hf_weights(model, source.hf_config, topology, source.folder)
-    dist_checkpointing.save(sharded_state(model, topology), str(out))
+    dist_checkpointing.save(sharded_model(model, topology), str(out))
     if topology.rank == 0:
         note = {"head": source.head, "value_outputs": source.value_outputs, "dtype": source.dtype}
         source.hf_config.save_pretrained(out / _HF)
@@ -161,29 +162,29 @@ def to_hf(source: Source, topology: Topology, out: Path, verify: bool) -> None:
         check_against_files(model, source, topology, out)
 
 
-def new_model(source: Source, topology: Topology) -> GPTModel:
+def new_model(source: Source, topology: Topology) -> torch.nn.Module:
     return build_model(
         source.hf_config, topology, source.parallel, DTYPES[source.dtype], source.head,
         value_outputs=source.value_outputs,
     )  # fmt: skip
 
 
-def load_megatron(source: Source, topology: Topology, folder: Path) -> GPTModel:
+def load_megatron(source: Source, topology: Topology, folder: Path) -> torch.nn.Module:
     model = new_model(source, topology)
     try:
-        loaded = dist_checkpointing.load(sharded_state(model, topology), str(folder))
+        loaded = dist_checkpointing.load(sharded_model(model, topology), str(folder))
     except (Exception, CheckpointException) as error:  # the latter is a BaseException only
         reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]  # before it stand other ranks' traces
         raise UserError(f"{folder}: cannot be loaded as a Megatron checkpoint: {reason[0]}") from error
-    model.load_state_dict(loaded["model"])
+    load_state(model, loaded["model"])
     return model
 
 
-def sharded_state(model: GPTModel, topology: Topology) -> dict[str, object]:
-    return {"model": model.sharded_state_dict(metadata={"dp_cp_group": topology.pg.dp_cp})}
+def sharded_model(model: torch.nn.Module, topology: Topology) -> dict[str, object]:
+    return {"model": sharded_state(model, {"dp_cp_group": topology.pg.dp_cp})}
 
 
-def check_against_files(model: GPTModel, source: Source, topology: Topology, folder: Path) -> None:
+def check_against_files(model: torch.nn.Module, source: Source, topology: Topology, folder: Path) -> None:
     """Every full tensor of the model against the folder's files. Raises `UserError` on every rank."""
     reader = HfReader(folder)
     problems = []

@@ -11,16 +11,19 @@ import torch
 from megatron_ac2.types import PackedBatch
 
 
-def plan_microbatches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+def plan_microbatches(
+    lengths: Sequence[int], num_ranks: int, max_tokens: int, multiple: int = 1
+) -> list[list[list[int]]]:
     """[rank][microbatch] -> indices into `lengths`. Lengths in tokens.
 
-    Every index appears exactly once. Every rank gets equally many microbatches, at least one (short ranks end with
-    empty ones), because each runs the same collectives. A microbatch holds at most `max_tokens`, except that a longer
-    sequence has one to itself. Ranks are balanced by tokens: longest first, each to the least loaded rank, which is at
-    most 4/3 of the best possible load. Raises ValueError for sizes below 1.
+    Every index appears exactly once. Every rank gets equally many microbatches, at least one and a multiple of
+    `multiple` (short ranks end with empty ones), because each runs the same collectives. A microbatch holds at most
+    `max_tokens`, except that a longer sequence has one to itself. Ranks are balanced by tokens: longest first, each to
+    the least loaded rank, which is at most 4/3 of the best possible load. Raises ValueError for sizes below 1.
     """
-    if num_ranks < 1 or max_tokens < 1 or any(length < 1 for length in lengths):
-        raise ValueError(f"plan_microbatches: num_ranks {num_ranks}, max_tokens {max_tokens} and lengths must be >= 1")
+    if min(num_ranks, max_tokens, multiple, *lengths) < 1:
+        sizes = f"num_ranks {num_ranks}, max_tokens {max_tokens}, multiple {multiple}"
+        raise ValueError(f"plan_microbatches: {sizes} and lengths must be >= 1")
     longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
@@ -29,7 +32,7 @@ def plan_microbatches(lengths: Sequence[int], num_ranks: int, max_tokens: int) -
         shares[rank].append(index)
         loads[rank] += lengths[index]
     plan = [_fill_bins(share, lengths, max_tokens) for share in shares]
-    num_microbatches = max([1, *(len(bins) for bins in plan)])
+    num_microbatches = math.ceil(max([1, *(len(bins) for bins in plan)]) / multiple) * multiple
     return [bins + [[] for _ in range(num_microbatches - len(bins))] for bins in plan]
 
 

@@ -21,6 +21,7 @@ from transformers import AutoConfig, PretrainedConfig
 from megatron_ac2.architecture import sparse_layers
 from megatron_ac2.config import Fp8Config, ParallelConfig
 from megatron_ac2.model import fp8 as fp8_training
+from megatron_ac2.model.chunks import chunks_of, groups_of, joined
 from megatron_ac2.model.experts import expert_fields, expert_problems, layout_problems, refused_fields
 from megatron_ac2.model.families import family_of, refusals
 from megatron_ac2.model.fp8_linear import EmulatedFp8
@@ -28,6 +29,7 @@ from megatron_ac2.model.hf_groups import group_problems
 from megatron_ac2.model.hf_table import head_dim
 from megatron_ac2.model.hidden_head import HiddenModel
 from megatron_ac2.model.modules import torch_block_spec
+from megatron_ac2.model.pipeline import p2p_fields, p2p_problems, pipeline_fields, stage_problems
 from megatron_ac2.model.rope import rope_arguments, rope_problems
 from megatron_ac2.model.value_head import ValueModel
 from megatron_ac2.parallel.active import active
@@ -97,12 +99,7 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> list[
         for name, count in counts.items()
         if parallel.tensor < 1 or count % parallel.tensor
     ]
-    problems += group_problems(hf_config, parallel)
-    layers = hf_config.num_hidden_layers
-    if parallel.pipeline < 1 or layers % parallel.pipeline:
-        problems.append(
-            f"parallel.pipeline: found {parallel.pipeline}, model has {layers} layers; accepted: divisors of {layers}"
-        )
+    problems += group_problems(hf_config, parallel) + stage_problems(hf_config, parallel)
     if parallel.sequence and parallel.tensor == 1:
         problems.append("parallel.sequence: found true with parallel.tensor 1; sequence parallel needs tensor > 1")
     return problems + layout_problems(hf_config, parallel)
@@ -126,7 +123,7 @@ def transformer_config(
     if problems:
         raise UserError(problems)
     derived = {**_derived_fields(hf_config, parallel, dtype), **fp8_training.megatron_fields(fp8)}
-    platform = {} if torch.cuda.is_available() else _CPU_FIELDS
+    platform = p2p_fields(parallel) | ({} if torch.cuda.is_available() else _CPU_FIELDS)
     try:
         return TransformerConfig(**{**platform, **extra, **derived})
     except (ValueError, AssertionError, TypeError) as error:
@@ -138,7 +135,7 @@ def config_problems(
 ) -> list[str]:
     """What is wrong with the sections `megatron` (`extra`) and `fp8` for this model, here, as messages."""
     derived = _derived_fields(hf_config, parallel, torch.float32)
-    problems = _extra_errors(extra, derived) + refused_fields(extra)
+    problems = _extra_errors(extra, derived) + refused_fields(extra) + p2p_problems(extra, parallel)
     return problems + fp8_training.fp8_problems(fp8, hf_config, parallel, extra)
 
 
@@ -163,7 +160,7 @@ def _derived_fields(hf_config: PretrainedConfig, parallel: ParallelConfig, dtype
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "tensor_model_parallel_size": parallel.tensor,
-        "pipeline_model_parallel_size": parallel.pipeline,
+        **pipeline_fields(parallel),
         "sequence_parallel": parallel.sequence,
         "context_parallel_size": parallel.context,
         **expert_fields(hf_config, parallel, grouped=torch.cuda.is_available()),
@@ -175,12 +172,11 @@ def _derived_fields(hf_config: PretrainedConfig, parallel: ParallelConfig, dtype
 
 def _extra_errors(extra: dict[str, Any], derived: dict[str, Any]) -> list[str]:
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    derived_elsewhere = set(derived) | {"virtual_pipeline_model_parallel_size"}
     problems = []
     for name, value in extra.items():
         if name not in known:
             problems.append(f"megatron.{name}: found {value!r}; TransformerConfig has no such field")
-        elif name in derived_elsewhere:
+        elif name in derived:
             problems.append(f"megatron.{name}: found {value!r}; it follows from the model and the parallel section")
         elif name in _CONTEXT_FIELDS and value not in _CONTEXT_FIELDS[name]:
             accepted = ", ".join(map(repr, _CONTEXT_FIELDS[name]))
@@ -202,10 +198,12 @@ def build_model(
     seed: int = 0,
     value_outputs: int = 1,
     fp8: Fp8Config | None = None,
-) -> GPTModel:
-    """This rank's stage and shard, freshly initialised. On the last stage it returns logits [B, S, V / tensor] ("lm"),
-    hidden states [B, S, H] for a loss that is fused with the output layer ("hidden", the same weights as "lm"), or
-    value logits fp32 [B, S, value_outputs] ("value"; model.value_head.HEAD_OUTPUTS has what critic.head needs).
+) -> torch.nn.Module:
+    """This rank's stage and shard, freshly initialised: a GPTModel, or with a virtual pipeline ModelChunks of several.
+
+    On the last stage it returns logits [B, S, V / tensor] ("lm"), hidden states [B, S, H] for a loss that is fused with
+    the output layer ("hidden", the same weights as "lm"), or value logits fp32 [B, S, value_outputs] ("value";
+    model.value_head.HEAD_OUTPUTS has what critic.head needs).
 
     Raises `UserError` if the layout does not fit the model, or on CUDA without Transformer Engine.
     """
@@ -216,42 +214,50 @@ def build_model(
     arguments: dict[str, Any] = {
         "vocab_size": padded_vocab_size(hf_config, topology.tensor),
         "max_sequence_length": hf_config.max_position_embeddings,
-        "pre_process": topology.is_first_stage,
-        "post_process": topology.is_last_stage,
         "share_embeddings_and_output_weights": bool(hf_config.tie_word_embeddings),
         "position_embedding_type": "rope",
         **rope_arguments(hf_config),
         "parallel_output": True,
         "pg_collection": topology.pg,
     }
+    if head == "value":
+        arguments |= {"device": topology.device, "head_seed": seed, "num_outputs": value_outputs}
+    kind = {"lm": GPTModel, "hidden": HiddenModel, "value": ValueModel}[head]
+    virtual = parallel.virtual_pipeline
     devices = [] if topology.on_cpu else [topology.device]
     with active(topology.pg), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        spec = _layer_spec(config, topology, fp8 or Fp8Config())
-        if head != "value":
-            return (HiddenModel if head == "hidden" else GPTModel)(config, spec, **arguments)
-        head_arguments = {"device": topology.device, "head_seed": seed, "num_outputs": value_outputs}
-        return ValueModel(config, spec, **arguments, **head_arguments)
+        return joined([
+            kind(
+                config, _layer_spec(config, topology, fp8 or Fp8Config(), vp_stage), vp_stage=vp_stage,
+                pre_process=topology.is_first_stage and not vp_stage,
+                post_process=topology.is_last_stage and vp_stage in (None, (virtual or 0) - 1),
+                **arguments,
+            )
+            for vp_stage in (range(virtual) if virtual else (None,))
+        ])  # fmt: skip
 
 
-def _layer_spec(config: TransformerConfig, topology: Topology, fp8: Fp8Config) -> Any:
+def _layer_spec(config: TransformerConfig, topology: Topology, fp8: Fp8Config, vp_stage: int | None) -> Any:
     if topology.on_cpu:
-        return torch_block_spec(config, EmulatedFp8(fp8, topology.pg.tp_dp_cp) if fp8.emulate else None)
+        emulated = EmulatedFp8(fp8, topology.pg.tp_dp_cp) if fp8.emulate else None
+        return torch_block_spec(config, emulated, vp_stage)
     if not fp8_training.has_transformer_engine():
         raise UserError(
             "transformer_engine: not installed; training on CUDA needs it (packed sequences and sequence parallel); "
             "see requirements.txt, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on CPU"
         )
     if config.num_moe_experts:
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
 
 
-def wrap_ddp(model: GPTModel, distributed_optimizer: bool) -> DistributedDataParallel:
-    """Megatron's DDP: gradients summed in fp32 over data-parallel ranks, then divided by the global token count."""
+def wrap_ddp(model: torch.nn.Module, distributed_optimizer: bool) -> torch.nn.Module:
+    """Megatron's DDP around the model, or around each of its chunks: gradients summed in fp32 over data-parallel ranks,
+    then divided by the global token count."""
     model.config.finalize_model_grads_func = finalize_model_grads
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
     )
-    with active(model.pg_collection):
-        return DistributedDataParallel(model.config, ddp_config, model)
+    with active(groups_of(model)):
+        return joined([DistributedDataParallel(model.config, ddp_config, chunk) for chunk in chunks_of(model)])

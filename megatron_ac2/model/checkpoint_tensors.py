@@ -25,8 +25,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ac2.model.hf_weights import unwrap
-from megatron_ac2.parallel.active import active
+from megatron_ac2.model.chunks import gpt_models, load_state, sharded_state
 from megatron_ac2.parallel.failures import from_first, together
 from megatron_ac2.parallel.host_memory import check_here
 from megatron_ac2.types import UserError
@@ -94,7 +93,7 @@ def write_tensors(copy: HostCopy, folder: Path, group: dist.ProcessGroup | None)
 
 def load_model(name: str, model: torch.nn.Module, folder: Path) -> None:
     """A collective. Raises `UserError` on every rank, and changes nothing, for a tensor that lacks or is misshapen."""
-    unwrap(model).load_state_dict(_load(_sharded_model(name, model), folder))
+    load_state(model, _load(_sharded_model(name, model), folder))
 
 
 def load_optimizer(name: str, optimizer: ShardedOptimizer, folder: Path) -> None:
@@ -104,7 +103,7 @@ def load_optimizer(name: str, optimizer: ShardedOptimizer, folder: Path) -> None
 
 
 def dtype_name(model: torch.nn.Module) -> str:
-    return str(unwrap(model).config.params_dtype).removeprefix("torch.")
+    return str(gpt_models(model)[0].config.params_dtype).removeprefix("torch.")
 
 
 def _sharded(models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, ShardedOptimizer]) -> dict[str, Any]:
@@ -117,10 +116,8 @@ def _sharded(models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, Sha
 
 
 def _sharded_model(name: str, model: torch.nn.Module) -> dict[str, Any]:
-    bare = unwrap(model)
-    check_here(next(bare.parameters()), f"the weights of {name}")
-    with active(bare.pg_collection):
-        sharded = bare.sharded_state_dict()
+    check_here(next(model.parameters()), f"the weights of {name}")
+    sharded = sharded_state(model)
     add_prefix_for_sharding(sharded, f"{_MODEL}{name}.")
     return sharded
 

@@ -11,6 +11,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from transformers import PretrainedConfig
 
+from megatron_ac2.model.chunks import gpt_models
 from megatron_ac2.model.families import Cut, Rule
 from megatron_ac2.model.hf_files import VALUE_HEAD_FILE, HfFolderWriter, HfReader, copy_tokenizer
 from megatron_ac2.model.hf_gather import Entry, cut_degree, from_stage, gather
@@ -33,7 +34,7 @@ def load_hf_weights(model: torch.nn.Module, hf_config: PretrainedConfig, topolog
     A value model takes its head from value_head.safetensors if the folder has one, else keeps its fresh one.
     """
     try:
-        _load_stage(unwrap(model), Table(hf_config), HfReader(path), topology)
+        _load_stage(gpt_models(model), Table(hf_config), HfReader(path), topology)
         problems = []
     except UserError as error:
         problems = error.problems
@@ -42,11 +43,13 @@ def load_hf_weights(model: torch.nn.Module, hf_config: PretrainedConfig, topolog
         raise UserError(list(everywhere))
 
 
-def _load_stage(model: GPTModel, table: Table, reader: HfReader, topology: Topology) -> None:
-    problems = _name_errors(table, reader, isinstance(model, ValueModel))
+def _load_stage(chunks: Sequence[GPTModel], table: Table, reader: HfReader, topology: Topology) -> None:
+    problems = _name_errors(table, reader, isinstance(chunks[0], ValueModel))
     if problems:
         raise UserError(problems)
-    for rule, parameter in _ruled_parameters(model, table, topology, topology.expert_rank):
+    for rule, parameter in (
+        pair for chunk in chunks for pair in _ruled_parameters(chunk, table, topology, topology.expert_rank)
+    ):
         if rule is _VALUE_HEAD_RULE and VALUE_HEAD not in reader.names:
             continue
         rule, shapes = _placed_shapes(rule, parameter, table, topology)
@@ -77,19 +80,18 @@ def export_hf_weights(
     may be the live parameters themselves: copy what you keep, and change nothing. Of experts, those in the same place
     on their ranks come one after another; one matrix of each of them is in memory at once.
     """
-    model = unwrap(model)
     check_here(next(model.parameters()), "the model's weights")
     table = Table(hf_config)
-    own = _manifest(model, table, topology)
-    for stage, entries in enumerate(gather_objects(own, topology.pg.pp)):
-        pieces = _pieces(model, table, topology) if stage == topology.pipeline_rank else None
-        for entry in entries:
-            with torch.no_grad():
-                gathered = gather(next(pieces), entry, table, topology) if pieces is not None else None
-            for index, name in enumerate(entry.names):
+    for chunk in gpt_models(model):  # with `stage` inside: in the order of the model's layers
+        for stage, entries in enumerate(gather_objects(_manifest(chunk, table, topology), topology.pg.pp)):
+            pieces = _pieces(chunk, table, topology) if stage == topology.pipeline_rank else None
+            for entry in entries:
                 with torch.no_grad():
-                    full = from_stage(gathered and gathered[index], entry, stage, table, topology)
-                yield name, full
+                    gathered = gather(next(pieces), entry, table, topology) if pieces is not None else None
+                for index, name in enumerate(entry.names):
+                    with torch.no_grad():
+                        full = from_stage(gathered and gathered[index], entry, stage, table, topology)
+                    yield name, full
 
 
 def save_hf(
@@ -116,13 +118,6 @@ def save_hf(
     failure = broadcast_object(failure)
     if failure:
         raise RuntimeError(failure)
-
-
-def unwrap(model: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside Megatron's DDP."""
-    while not isinstance(model, GPTModel):
-        model = model.module
-    return model
 
 
 def _write_folder(
@@ -165,7 +160,7 @@ def _exported(
 
 
 def _manifest(model: GPTModel, table: Table, topology: Topology) -> list[Entry]:
-    """Of this stage's tensors, in the order of `_pieces`."""
+    """Of this chunk's tensors, in the order of `_pieces`."""
     ranks = [_exported(model, table, topology, rank) for rank in range(topology.expert)]
     entries = []
     for placed in zip(*ranks, strict=True):

@@ -102,14 +102,17 @@ class TorchAttention(MegatronModule):
         )
 
 
-def torch_block_spec(config: TransformerConfig, emulated: EmulatedFp8 | None = None) -> TransformerBlockSubmodules:
-    """This stage's block: Megatron's local layers with the modules above in them, and FP8 rounding where asked for.
+def torch_block_spec(
+    config: TransformerConfig, emulated: EmulatedFp8 | None = None, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The block of this stage, or of its chunk `vp_stage`: Megatron's local layers with the modules above in them, and
+    FP8 rounding where asked for.
 
     Given only a layer spec, Megatron would pick the final norm itself: the stock one.
     """
     specs = get_gpt_decoder_layer_specs(config, use_transformer_engine=False, normalization="RMSNorm")
-    first = get_transformer_layer_offset(config)
-    mine = range(first, first + get_num_layers_to_build(config))
+    first = get_transformer_layer_offset(config, vp_stage)
+    mine = range(first, first + get_num_layers_to_build(config, vp_stage))
     layers = [_with_torch_modules(specs[layer]) for layer in mine]
     if emulated is not None:
         rounding = [rounds_layer(emulated.fp8, layer, config.num_layers) for layer in mine]

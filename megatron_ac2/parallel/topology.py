@@ -48,6 +48,7 @@ class Topology:
     context: int
     context_rank: int
     pg: ProcessGroupCollection
+    virtual_pipeline: int | None = None  # chunks of the model a rank holds; None: one, not interleaved
 
     @property
     def is_first_stage(self) -> bool:
@@ -56,6 +57,11 @@ class Topology:
     @property
     def is_last_stage(self) -> bool:
         return self.pipeline_rank == self.pipeline - 1
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """A step's microbatches must be a multiple of it: an interleaved pipeline works in groups, one a stage."""
+        return 1 if self.virtual_pipeline is None else self.pipeline
 
     @property
     def on_cpu(self) -> bool:
@@ -107,13 +113,14 @@ def _lay_out(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         context_parallel_size=parallel.context,
         distributed_timeout_minutes=timeout_minutes,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    topology = _read_topology(rank, world_size, device)
+    topology = _read_topology(rank, world_size, device, parallel.virtual_pipeline)
     register(topology.pg)
     return topology
 
@@ -146,6 +153,11 @@ def check_world(parallel: ParallelConfig, world_size: int) -> list[str]:
         )
     if parallel.sequence and parallel.tensor == 1:
         problems.append("parallel.sequence: found true with parallel.tensor 1; sequence parallel needs tensor > 1")
+    if parallel.virtual_pipeline is not None and (parallel.virtual_pipeline < 2 or parallel.pipeline == 1):
+        problems.append(
+            f"parallel.virtual_pipeline: found {parallel.virtual_pipeline} with parallel.pipeline {parallel.pipeline}; "
+            "an interleaved pipeline needs two or more of both; accepted otherwise: null"
+        )
     return problems
 
 
@@ -172,7 +184,7 @@ def _world() -> tuple[int, int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
 
 
-def _read_topology(rank: int, world_size: int, device: torch.device) -> Topology:
+def _read_topology(rank: int, world_size: int, device: torch.device, virtual_pipeline: int | None) -> Topology:
     return Topology(
         rank=rank,
         world_size=world_size,
@@ -191,4 +203,5 @@ def _read_topology(rank: int, world_size: int, device: torch.device) -> Topology
         context=parallel_state.get_context_parallel_world_size(),
         context_rank=parallel_state.get_context_parallel_rank(),
         pg=ProcessGroupCollection.use_mpu_process_groups(),
+        virtual_pipeline=virtual_pipeline,
     )

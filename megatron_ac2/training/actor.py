@@ -10,7 +10,7 @@ import torch
 
 from megatron_ac2.algorithm.objective import PolicyObjective, aggregation_weights
 from megatron_ac2.config import Config, num_recorded_logprobs
-from megatron_ac2.data.packing import num_sequences, pack, plan_microbatches, sequence_ids
+from megatron_ac2.data.packing import num_sequences, pack, sequence_ids
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs
 from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import Topology
@@ -138,8 +138,7 @@ class Actor:
     def _plan(self, sequences: Sequence[TrainSequence]) -> list[list[int]]:
         """This data rank's microbatches, as indices into `sequences`."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
-        plan = plan_microbatches(lengths, self.topology.data, self.config.max_tokens_per_microbatch)
-        return plan[self.topology.data_rank]
+        return step.my_microbatches(lengths, self.topology, self.config.max_tokens_per_microbatch)
 
     def _pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
         fields = {

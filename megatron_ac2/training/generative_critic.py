@@ -13,7 +13,7 @@ import torch
 from megatron_ac2.algorithm.soft_value import ReplyTree, reply_tree, soft_value
 from megatron_ac2.algorithm.value_prompt import build_value_prompt, grid_replies, parse_value, value_ids
 from megatron_ac2.config import Config
-from megatron_ac2.data.packing import pack, plan_microbatches
+from megatron_ac2.data.packing import pack
 from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training import step
@@ -119,10 +119,8 @@ class GenerativeCritic:
         examples = [example for example in examples if example.weight > 0]
         pairs = [pair for example in examples if (pair := self._pair(example)) is not None]
         mean_weight = sum(pair.weight for pair in pairs) / max(len(pairs), 1)
-        plan = plan_microbatches(
-            [len(pair.token_ids) for pair in pairs], self.topology.data, self.config.max_tokens_per_microbatch
-        )
-        mine = plan[self.topology.data_rank]
+        lengths = [len(pair.token_ids) for pair in pairs]
+        mine = step.my_microbatches(lengths, self.topology, self.config.max_tokens_per_microbatch)
         microbatches = [self._pack([pairs[index] for index in indices], mean_weight) for indices in mine]
         head = TokenHead(self.model, self.topology, self.vocab_size, temperature=1.0, op=self.loss_op)
         sums = step.forward_backward(self.model, microbatches, partial(_reply_loss, head), self.topology)

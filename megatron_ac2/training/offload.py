@@ -9,9 +9,8 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 
-from megatron_ac2.model.hf_weights import unwrap
+from megatron_ac2.model.chunks import chunks_of, gpt_models
 from megatron_ac2.parallel.host_memory import HostSwap
 from megatron_ac2.training.optimizer import SharedWeightsOptimizer
 
@@ -59,11 +58,12 @@ class Offload:
 
 
 def _weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    bare = unwrap(model)  # Megatron's DDP has its own idea of `buffers`
-    yield from bare.parameters()
-    yield from bare.buffers()
+    for bare in gpt_models(model):  # Megatron's DDP has its own idea of `buffers`
+        yield from bare.parameters()
+        yield from bare.buffers()
 
 
-def _gradients(model: DistributedDataParallel) -> Iterator[torch.Tensor]:
-    for buffer in (*model.buffers, *model.expert_parallel_buffers):
-        yield buffer.grad_data
+def _gradients(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for chunk in chunks_of(model):
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            yield buffer.grad_data

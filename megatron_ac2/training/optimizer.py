@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -24,7 +23,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_ac2.config import OptimizerConfig
-from megatron_ac2.model.hf_weights import unwrap
+from megatron_ac2.model.chunks import chunks_of, groups_of, named_parameters
 from megatron_ac2.parallel.active import active, in_own_layout
 from megatron_ac2.parallel.host_memory import check_here
 from megatron_ac2.training.adam_state import MOMENTS, AdamState
@@ -43,19 +42,19 @@ class StepResult:
 
 
 class SharedWeightsOptimizer:
-    """Several named Adam states over the weights of one model.
+    """Several named Adam states over the weights of one model, which is in Megatron's DDP (model.build.wrap_ddp).
 
     A checkpoint takes this object rather than its views, each of which stands for all of it: so it is saved once.
     """
 
-    def __init__(self, ddp_model: DistributedDataParallel, configs: Mapping[str, OptimizerConfig], dtype: torch.dtype):
+    def __init__(self, ddp_model: torch.nn.Module, configs: Mapping[str, OptimizerConfig], dtype: torch.dtype):
         distributed = ddp_model.ddp_config.use_distributed_optimizer
         for name, config in configs.items():
             if config.distributed != distributed:
                 raise ValueError(f"optimizer {name}: distributed={config.distributed}, but the model has {distributed}")
         self.model = ddp_model
         self.dtype = dtype
-        self.groups = unwrap(ddp_model).pg_collection
+        self.groups = groups_of(ddp_model)
         with active(self.groups):
             self._parts = _build_megatron(ddp_model, next(iter(configs.values())), dtype)
         self.states = {name: AdamState(config, self._parts) for name, config in configs.items()}
@@ -141,7 +140,7 @@ class SharedWeightsOptimizer:
 
     def _parameters(self, kind: str) -> list[Stepped]:
         """An fp32 parameter of a bf16 model (the value head) is its own master weight, saved with the model."""
-        named = unwrap(self.model).named_parameters()
+        named = named_parameters(self.model).items()
         kept = {name: p for name, p in named if kind != _MASTER or p.dtype != torch.float32}
         # Which of its two Megatron gives a parameter to; with one, there are no parameters of the second kind.
         shared = {name: p for name, p in kept.items() if getattr(p, "allreduce", True)}
@@ -206,7 +205,7 @@ class Optimizer:
         self.shared.load_state_dict(saved)
 
 
-def build_optimizer(ddp_model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype) -> Optimizer:
+def build_optimizer(ddp_model: torch.nn.Module, config: OptimizerConfig, dtype: torch.dtype) -> Optimizer:
     """AdamW over a model that nothing else trains. `dtype` is the model's: bfloat16 gets fp32 master weights.
 
     Raises ValueError if the model was wrapped for the other kind of optimizer (plain or distributed).
@@ -223,9 +222,7 @@ def _counted_once(part: MegatronOptimizer) -> list[torch.Tensor]:
     ]
 
 
-def _build_megatron(
-    ddp_model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype
-) -> list[MegatronOptimizer]:
+def _build_megatron(ddp_model: torch.nn.Module, config: OptimizerConfig, dtype: torch.dtype) -> list[MegatronOptimizer]:
     """Megatron's own: one, and if experts are shared out over ranks a second for them, which have other copies."""
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"dtype: found {dtype}, accepted: torch.float32, torch.bfloat16")
@@ -238,4 +235,5 @@ def _build_megatron(
         params_dtype=dtype,
         use_distributed_optimizer=config.distributed,
     )
-    return get_megatron_optimizer(megatron_config, [ddp_model], use_gloo_process_groups=False).chained_optimizers
+    chunks = chunks_of(ddp_model)
+    return get_megatron_optimizer(megatron_config, chunks, use_gloo_process_groups=False).chained_optimizers

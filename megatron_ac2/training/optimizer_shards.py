@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 
-from megatron_ac2.model.hf_weights import unwrap
+from megatron_ac2.model.chunks import sharded_state
 
 Sharded = ShardedTensor | ShardedTensorFactory
 Picker = Callable[[torch.Tensor], torch.Tensor]  # fp32 weight (of this rank's range) -> a tensor of its shape
@@ -34,7 +34,7 @@ def shard_tensors(
 
     When saving, copies in host memory, each on one of the ranks that hold the parameter; the others have no entry.
     """
-    found, _ = extract_sharded_tensors_and_factories(unwrap(model).sharded_state_dict())
+    found, _ = extract_sharded_tensors_and_factories(sharded_state(model))
     layouts = {id(sharded.data): sharded for sharded in nested_values(found)}
     sharded = {}
     for megatron, parameters in stepped:

@@ -33,6 +33,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
 from megatron_ac2.config import Fp8Config
+from megatron_ac2.data.packing import plan_microbatches
+from megatron_ac2.model.chunks import chunks_of
 from megatron_ac2.model.fp8 import token_multiple
 from megatron_ac2.parallel.active import active
 from megatron_ac2.parallel.collectives import broadcast_object, reduce_scalars
@@ -57,7 +59,8 @@ def forward_backward(
 ) -> dict[str, float]:
     """Fill the model's gradients anew; return the loss's metrics over the job, plus "count" and "loss" (the mean).
 
-    A collective: every rank of a pipeline passes as many microbatches (at least one), all-masked ones if need be.
+    A collective: every rank of a pipeline passes as many microbatches, all-masked ones if need be: at least one, and a
+    multiple of topology.microbatch_multiple.
     Metrics named "*_max" are maxima, all others sums; every rank gets the same dict. With a count of 0, loss and
     gradient are 0.
     """
@@ -131,6 +134,12 @@ def sum_to_all(values: torch.Tensor, topology: Topology) -> torch.Tensor:
     return values
 
 
+def my_microbatches(lengths: Sequence[int], topology: Topology, max_tokens: int) -> list[list[int]]:
+    """This data rank's microbatches, as indices into `lengths`, of sequences that all ranks hold and plan alike."""
+    plan = plan_microbatches(lengths, topology.data, max_tokens, topology.microbatch_multiple)
+    return plan[topology.data_rank]
+
+
 def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
     moved = {
         field.name: value.to(device)
@@ -153,13 +162,17 @@ def _run(
 ) -> list[Any]:
     if not microbatches:
         raise ValueError("no microbatch: a rank without work passes all-masked ones, or its pipeline waits for ever")
+    if len(microbatches) % topology.microbatch_multiple:
+        multiple = topology.microbatch_multiple
+        raise ValueError(f"{len(microbatches)} microbatches: this pipeline takes multiples of {multiple}")
     check_here(next(model.parameters()), "the model's weights")
-    schedule = get_forward_backward_func(pp_size=topology.pipeline, vp_size=None)
+    chunks = chunks_of(model)
+    schedule = get_forward_backward_func(pp_size=topology.pipeline, vp_size=topology.virtual_pipeline)
     with active(topology.pg):
         return schedule(
             forward_step_func=partial(_forward_step, function),
-            data_iterator=iter(microbatches),
-            model=model,
+            data_iterator=[iter(microbatches) for _ in chunks],
+            model=chunks,
             num_microbatches=len(microbatches),
             # The first one's whole length; variable_seq_lengths sends each one's shape.
             seq_length=microbatches[0].token_ids.shape[1] * topology.context,

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ac2.kernels.chunk_loss import ChunkLoss, Head, Objective, chunk_loss, chunk_scores
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs, token_logprobs
-from megatron_ac2.model.hf_weights import unwrap
+from megatron_ac2.model.chunks import gpt_models
 from megatron_ac2.model.hidden_head import HiddenModel
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.types import PackedBatch
@@ -25,7 +25,7 @@ class TokenHead:
     def __init__(
         self, model: torch.nn.Module, topology: Topology, vocab_size: int, temperature: float, op: str = "auto"
     ):
-        bare = unwrap(model)
+        bare = gpt_models(model)[-1]
         self._hidden_model = bare if isinstance(bare, HiddenModel) else None
         self._tp_group = topology.pg.tp
         self._vocab_size = vocab_size

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from megatron_ac2.config import Config
-from megatron_ac2.data.packing import pack, plan_microbatches
-from megatron_ac2.model.hf_weights import unwrap
+from megatron_ac2.data.packing import pack
+from megatron_ac2.model.chunks import named_parameters
 from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training import step
@@ -143,8 +143,8 @@ class ValueHeadCritic:
         """Make the snapshot a copy of the critic as it is now. Each rank copies its own shard."""
         if self.snapshot_model is None:
             raise RuntimeError("refresh_snapshot needs a snapshot_model, and this critic has none")
-        current = dict(unwrap(self.model).named_parameters())
-        for name, parameter in unwrap(self.snapshot_model).named_parameters():
+        current = named_parameters(self.model)
+        for name, parameter in named_parameters(self.snapshot_model).items():
             parameter.copy_(current[name])
 
     def context_ids(self, state: CriticState) -> np.ndarray:
@@ -162,8 +162,7 @@ class ValueHeadCritic:
 
     def _plan(self, contexts: Sequence[np.ndarray]) -> list[list[int]]:
         lengths = [len(ids) for ids in contexts]
-        plan = plan_microbatches(lengths, self.topology.data, self.config.max_tokens_per_microbatch)
-        return plan[self.topology.data_rank]
+        return step.my_microbatches(lengths, self.topology, self.config.max_tokens_per_microbatch)
 
     def _pack(self, contexts: Sequence[np.ndarray]) -> PackedBatch:
         ends = [len(ids) for ids in contexts]  # no token is predicted

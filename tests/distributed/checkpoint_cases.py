@@ -29,7 +29,8 @@ from tests.distributed.tiny_families import split_experts
 
 VOCAB = 250
 LENGTHS = (8, 12, 6, 16)  # one sequence a microbatch; even, for sequence parallel
-TP2, TP2_SP, PP2, DP2, CP2 = (2, 1, False), (2, 1, True), (1, 2, False), (1, 1, False), (1, 1, False, 1, None, 2)
+TP2, TP2_SP, PP2, DP2 = (2, 1, False), (2, 1, True), (1, 2, False), (1, 1, False)
+CP2, VPP2 = ParallelConfig(context=2), ParallelConfig(pipeline=2, virtual_pipeline=2)
 ORDER = ("actor", "critic", "actor", "actor", "critic")
 IDENTITY = {"model": "tiny", "tokenizer": "abc"}
 # eps as large as small gradients: AdamW turns rounding of a gradient near zero into a whole step.
@@ -336,20 +337,24 @@ def main() -> None:
     untied, tied, scratch = map(Path, sys.argv[1:])
     f32, bf16, sp = torch.float32, torch.bfloat16, (TP2_SP, True)
     every = [(layout, distributed) for layout in (TP2, PP2, DP2) for distributed in (True, False)]
-    with_sequence = [*every, (CP2, True), (CP2, False), (TP2_SP, False)]
+    all_layouts = [*every, (CP2, True), (CP2, False), (TP2_SP, False), (VPP2, True), (VPP2, False)]
     cases = {
-        "two adams untied": lambda: two_adams_case(untied, with_sequence),
-        "two adams tied": lambda: two_adams_case(tied, with_sequence),
+        "two adams untied": lambda: two_adams_case(untied, all_layouts),
+        "two adams tied": lambda: two_adams_case(tied, all_layouts),
         "value norms": lambda: value_norms_case(untied),
         "non-finite": lambda: non_finite_case(untied),
         "resume tp2": lambda: resume_case(untied, scratch / "a", (TP2, True), [every[0], every[2], every[4], every[5]]),
         "resume dp2 tied": lambda: resume_case(tied, scratch / "b", (DP2, True), [every[4], every[0], every[2]]),
         "resume pp2 tied plain": lambda: resume_case(tied, scratch / "c", (PP2, False), [every[3], every[0]]),
+        "resume pp2 vpp2": lambda: resume_case(untied, scratch / "h", (VPP2, True), [(VPP2, True), *every[0:5:2]]),
+        "resume to vpp2 tied": lambda: resume_case(tied, scratch / "i", (DP2, True), [(VPP2, True), (VPP2, False)]),
         "resume bf16 value": lambda: resume_case(untied, scratch / "d", (DP2, True), every[4::-4], bf16, "value"),
         "resume bf16 plain": lambda: resume_case(untied, scratch / "e", (TP2, False), [every[1], every[2]], bf16),
         "resume value": lambda: resume_case(untied, scratch / "f", (TP2_SP, True), [sp, every[4]], f32, "value"),
-        "resume cp2": lambda: resume_case(tied, scratch / "h", (CP2, True), [(CP2, True), every[0], every[5]]),
-        "master weights": lambda: master_weights_case(untied, scratch / "g", every[0], [every[4], every[3], every[0]]),
+        "resume cp2": lambda: resume_case(tied, scratch / "j", (CP2, True), [(CP2, True), every[0], every[5]]),
+        "master weights": lambda: master_weights_case(
+            untied, scratch / "g", every[0], [every[4], every[3], every[0], (VPP2, True)]
+        ),
         "refusals": lambda: refusals_case(untied, scratch),
         "two models": lambda: two_models_case(untied, scratch),
     }

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from megatron_ac2.config import ParallelConfig
 from megatron_ac2.model.build import build_model, check_layout, load_hf_config, wrap_ddp
-from megatron_ac2.model.hf_weights import load_hf_weights, unwrap
+from megatron_ac2.model.chunks import gpt_models
+from megatron_ac2.model.hf_weights import load_hf_weights
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
 from tests.distributed.groups import leave_groups
 from tests.distributed.model_cases import check_export, check_forward, check_gradients, check_refusal, check_save
@@ -56,7 +57,7 @@ def run_layout(parallel: ParallelConfig, reference: dict[str, Any], folder: Path
     check_forward(model, mine, topology, "logits", hf_config.vocab_size)
     check_gradients(model, hf_config, mine, topology)
     check_export(model, hf_config, topology, folder)
-    check_save(unwrap(model), hf_config, topology, parallel, folder, scratch, "lm")
+    check_save(gpt_models(model)[0], hf_config, topology, parallel, folder, scratch, "lm")
     critic = build_model(hf_config, topology, parallel, torch.float32, head="value", seed=5)
     load_hf_weights(critic, hf_config, topology, folder)
     check_forward(critic, mine, topology, "values", hf_config.vocab_size)

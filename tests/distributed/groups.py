@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_ac2.config import ParallelConfig
 from megatron_ac2.parallel.active import forget_layouts, layouts
+
+
+def parallel_of(tensor: int, pipeline: int, sequence: bool, virtual: int | None = None) -> ParallelConfig:
+    """A layout as the tables of the cases write it."""
+    return ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence, virtual_pipeline=virtual)
 
 
 def leave_groups() -> None:

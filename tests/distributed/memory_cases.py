@@ -16,7 +16,6 @@ from megatron_ac2.memory.activations import Microbatch, chunk_bytes, ends_terms
 from megatron_ac2.memory.shapes import Widths, chunk_parameters, stage_chunks
 from megatron_ac2.memory.states import States, model_states, weight_bytes
 from megatron_ac2.model.build import build_model, wrap_ddp
-from megatron_ac2.model.hf_weights import unwrap
 from megatron_ac2.model.value_head import HEAD_OUTPUTS
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
 from megatron_ac2.training.optimizer import SharedWeightsOptimizer
@@ -98,7 +97,7 @@ def check_activations(
     config: PretrainedConfig, topology: Topology, parallel: ParallelConfig, dtype: torch.dtype, extra: dict
 ) -> None:
     """Every storage that a forward pass of two packed sequences saves for the backward pass, parameters left out."""
-    model = unwrap(build_model(config, topology, parallel, dtype, "hidden", extra))
+    model = build_model(config, topology, parallel, dtype, "hidden", extra)
     saved: dict[int, tuple[int, torch.Tensor]] = {}
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
 

@@ -18,18 +18,18 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import load_file
 
-from megatron_ac2.config import ParallelConfig
 from megatron_ac2.model.build import build_model, check_layout, load_hf_config, padded_vocab_size, wrap_ddp
-from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights, save_hf, unwrap
+from megatron_ac2.model.chunks import chunks_of, gpt_models, joined
+from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights, save_hf
 from megatron_ac2.parallel.collectives import all_ranks_agree, broadcast_object, gather_objects, reduce_scalars
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
 from megatron_ac2.types import UserError
-from tests.distributed.groups import leave_groups
+from tests.distributed.groups import leave_groups, parallel_of
 
 LAYOUTS = {
     1: [(1, 1, False)],
-    2: [(2, 1, False), (1, 2, False), (2, 1, True)],
-    4: [(2, 2, False), (1, 4, False), (2, 2, True), (2, 1, True)],
+    2: [(2, 1, False), (1, 2, False), (2, 1, True), (1, 2, False, 2)],
+    4: [(2, 2, False), (1, 4, False), (2, 2, True), (2, 1, True), (2, 2, False, 2), (2, 2, True, 2)],
 }
 
 
@@ -66,8 +66,10 @@ def run_packed(
     with nullcontext() if cotangents else torch.no_grad():
         get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=zip(microbatches, cotangents or [None] * len(microbatches), strict=True),
-            model=model,
+            data_iterator=[
+                zip(microbatches, cotangents or [None] * len(microbatches), strict=True) for _ in chunks_of(model)
+            ],
+            model=chunks_of(model),
             num_microbatches=len(microbatches),
             seq_length=1,
             micro_batch_size=1,
@@ -127,7 +129,7 @@ def check_export(model, hf_config, topology, folder: Path) -> None:
 def check_save(
     model, hf_config, topology, parallel, folder: Path, scratch: Path, head: str, value_outputs: int = 1
 ) -> Path:
-    layout = f"{parallel.tensor}_{parallel.pipeline}_{parallel.sequence}"
+    layout = f"{parallel.tensor}_{parallel.pipeline}_{parallel.sequence}_{parallel.virtual_pipeline}"
     target = scratch / f"saved_{folder.name}_{head}_{value_outputs}_{layout}"
     before = [parameter.detach().clone() for parameter in model.parameters()]
     save_hf(model, hf_config, topology, target, tokenizer_from=folder)
@@ -175,8 +177,8 @@ def check_collectives(topology: Topology) -> None:
         assert size == 4 and str(error).startswith("streak: ranks [2, 3]"), error
 
 
-def run_layout(layout: tuple[int, int, bool], reference, folder: Path, scratch: Path) -> None:
-    parallel = ParallelConfig(*layout)
+def run_layout(layout: tuple, reference, folder: Path, scratch: Path) -> None:
+    parallel = parallel_of(*layout)
     topology = init_topology(parallel, seed=0, timeout_minutes=2)
     hf_config = load_hf_config(folder)
     reference = reference[folder.name]
@@ -185,7 +187,7 @@ def run_layout(layout: tuple[int, int, bool], reference, folder: Path, scratch: 
     check_forward(model, reference, topology, "logits", hf_config.vocab_size)
     check_gradients(model, hf_config, reference, topology)
     check_export(model, hf_config, topology, folder)
-    check_save(unwrap(model), hf_config, topology, parallel, folder, scratch, "lm")
+    check_save(joined(gpt_models(model)), hf_config, topology, parallel, folder, scratch, "lm")
     critic = build_model(hf_config, topology, parallel, torch.float32, head="value", seed=5)
     load_hf_weights(critic, hf_config, topology, folder)
     check_forward(critic, reference, topology, "values", hf_config.vocab_size)
@@ -221,7 +223,7 @@ def main() -> None:
     world_size = int(os.environ["WORLD_SIZE"])
     for layout in LAYOUTS[world_size]:
         for folder in folders:
-            if check_layout(load_hf_config(folder), ParallelConfig(*layout)):
+            if check_layout(load_hf_config(folder), parallel_of(*layout)):
                 continue
             run_layout(layout, reference, folder, scratch)
             leave_groups()

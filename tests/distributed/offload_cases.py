@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_ac2.model.build import build_model
 from megatron_ac2.model.checkpoint import load_checkpoint, save_checkpoint
-from megatron_ac2.model.hf_weights import unwrap
+from megatron_ac2.model.chunks import gpt_models
 from megatron_ac2.parallel.topology import shutdown
 from megatron_ac2.training.offload import Offload
 from tests.distributed.checkpoint_cases import DP2, IDENTITY, PP2, TP2, TP2_SP, Trainee, assert_refused
@@ -38,7 +38,7 @@ class Guest:
 
     def expected_bytes(self) -> int:
         """Counted by elements: two moments a role, masters that are no weights, gradients, weights, frozen weights."""
-        model, optimizer, bare = self.trainee.model, self.trainee.optimizer, unwrap(self.trainee.model)
+        model, optimizer, bare = self.trainee.model, self.trainee.optimizer, gpt_models(self.trainee.model)[0]
         masters = list(next(iter(optimizer.states.values())).moments)
         weights = {p.untyped_storage().data_ptr() for p in bare.parameters()}
         own = [master for master in masters if master.untyped_storage().data_ptr() not in weights]
@@ -54,7 +54,7 @@ class Guest:
     def places(self) -> list[int | None]:
         """How far behind the start of its buffer each weight and gradient lies: the aliases that Megatron set up."""
         found: list[int | None] = []
-        for parameter in unwrap(self.trainee.model).parameters():
+        for parameter in gpt_models(self.trainee.model)[0].parameters():
             for tensor in (parameter, parameter.main_grad):
                 found += [tensor.storage_offset(), tensor.data_ptr() - tensor.untyped_storage().data_ptr()]
         for buffer in self.trainee.model.buffers:
@@ -70,7 +70,7 @@ class Guest:
         tensors = [buffer.grad_data for buffer in self.trainee.model.buffers]
         tensors += [m for state in self.trainee.optimizer.states.values() for m in first_moments(state)]
         if self.kind == "all":
-            tensors += [*unwrap(self.trainee.model).parameters(), *self.frozen.parameters()]
+            tensors += [*gpt_models(self.trainee.model)[0].parameters(), *self.frozen.parameters()]
         assert tensors and all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
 
 

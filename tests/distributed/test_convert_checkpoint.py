@@ -54,7 +54,8 @@ def test_two_ranks_in_one_process_out_tied_bf16_with_value_head(tiny_tied: Path,
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     save_file({"value_head.weight": torch.randn(11, 64)}, source / "value_head.safetensors")
     (source / "tokenizer.json").write_text("{}")
-    torchrun(TOOL, 2, "to-megatron", source, tmp_path / "megatron", "--pipeline", 2, "--verify")
+    chunks = ("--pipeline", 2, "--virtual-pipeline", 2)
+    torchrun(TOOL, 2, "to-megatron", source, tmp_path / "megatron", *chunks, "--verify")
     done = convert("to-hf", tmp_path / "megatron", tmp_path / "hf", "--verify")
     assert done.returncode == 0, done.stderr
     for name in ("model.safetensors", "value_head.safetensors"):

@@ -16,22 +16,26 @@ CASES = Path(__file__).with_name("training_cases.py")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Where the references are, then the models; the deep ones have four layers, for longer pipelines."""
     root = tmp_path_factory.mktemp("training")
-    models = [write_model(root / name, tied=name == "tied") for name in ("untied", "tied")]
+    kinds = {"untied": 2, "tied": 2, "deep_untied": 4, "deep_tied": 4}
+    models = [write_model(root / name, not name.endswith("untied"), layers) for name, layers in kinds.items()]
     for folder in models:
         model = load_reference_model(folder)
         objectives = {name: objective_reference(model, make_sequences(model), name) for name in OBJECTIVES}
         for found in objectives.values():
             found["sequences"] = [dataclasses.asdict(sequence) for sequence in found["sequences"]]
         torch.save(build_reference(folder) | {"objectives": objectives}, root / f"{folder.name}.pt")
-    return root, *models
+    return [root, *models]
 
 
-@pytest.mark.parametrize("layouts,nproc,num_layouts", [("alone", 1, 1), ("four", 4, 6), ("context", 4, 4)])
-def test_every_layout_trains_alike(
-    layouts: str, nproc: int, num_layouts: int, folders: tuple[Path, Path, Path]
-) -> None:
-    output = torchrun(CASES, nproc, layouts, *folders, timeout=600)
-    assert output.count("passed untied") == output.count("passed tied") == num_layouts
+@pytest.mark.parametrize(
+    "layouts,nproc,num_layouts", [("alone", 1, 1), ("four", 4, 6), ("context", 4, 4), ("deep", 4, 3)]
+)
+def test_every_layout_trains_alike(layouts: str, nproc: int, num_layouts: int, folders: list[Path]) -> None:
+    references, *models = folders
+    chosen = [folder for folder in models if folder.name.startswith("deep") == (layouts == "deep")]
+    output = torchrun(CASES, nproc, layouts, references, *chosen, timeout=600)
+    assert [output.count(f"passed {folder.name} ") for folder in chosen] == [num_layouts] * 2
     assert output.count("done") == nproc

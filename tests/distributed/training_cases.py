@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from megatron_ac2.config import ParallelConfig
 from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
+from megatron_ac2.model.chunks import gpt_models
 from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights
 from megatron_ac2.parallel.collectives import all_ranks_agree
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
@@ -43,6 +44,10 @@ LAYOUTS = {
     "context": [
         ParallelConfig(context=2), ParallelConfig(tensor=2, sequence=True, context=2),
         ParallelConfig(pipeline=2, context=2), ParallelConfig(context=4),
+    ],
+    "deep": [  # of models with four layers
+        ParallelConfig(pipeline=4), ParallelConfig(pipeline=2, virtual_pipeline=2),
+        ParallelConfig(tensor=2, pipeline=2, sequence=True, virtual_pipeline=2),
     ],
 }  # fmt: skip
 Place = tuple[Topology, ParallelConfig]  # one layout's, for all benches in it
@@ -71,7 +76,9 @@ class Bench:
         self.hf_config = load_hf_config(folder)
         self.outputs = {"head": head, "value_outputs": outputs}
         module = self.fresh_model(case.HEAD_SEED)
-        self.head_weights = [p.detach().clone() for n, p in module.named_parameters() if n == "output_layer.weight"]
+        self.head_weights = [
+            p.detach().clone() for n, p in module.named_parameters() if n.endswith("output_layer.weight")
+        ]
         self.model = wrap_ddp(module, distributed_optimizer)
         self.probe = GradientProbe(self.model)
 
@@ -80,7 +87,7 @@ class Bench:
 
     def reload(self) -> None:
         for weight in self.head_weights:  # a value head is not in the folder
-            self.model.module.output_layer.weight.data.copy_(weight)
+            gpt_models(self.model)[-1].output_layer.weight.data.copy_(weight)
         load_hf_weights(self.model, self.hf_config, self.topology, self.folder)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -292,7 +299,7 @@ def check_no_step(bench: Bench, critic: ValueHeadCritic) -> None:
         assert_metrics(critic.update(examples), {"loss": 0.0, "stepped": 0.0, "num_labels": 0.0}, tolerance=0)
         bench.assert_no_gradient()
     if bench.topology.is_last_stage:
-        bench.model.module.output_layer.weight.data.fill_(float("nan"))
+        gpt_models(bench.model)[-1].output_layer.weight.data.fill_(float("nan"))
     before = bench.weights()
     metrics = critic.update(case.make_examples())
     assert metrics["stepped"] == 0 and np.isnan(metrics["loss"])
@@ -323,6 +330,13 @@ def check_refusals(bench: Bench) -> None:
         assert "no microbatch" in str(error)
     else:
         raise AssertionError("no microbatches were accepted")
+    if bench.topology.microbatch_multiple > 1:
+        try:
+            step.forward_only(bench.model, [None] * 3, lambda output, batch: None, bench.topology)
+        except ValueError as error:
+            assert "3 microbatches: this pipeline takes multiples of 2" in str(error)
+        else:
+            raise AssertionError("three microbatches were accepted")
 
 
 def run_layout(parallel: ParallelConfig, folder: Path, reference: dict[str, Any]) -> None:

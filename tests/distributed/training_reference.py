@@ -34,13 +34,13 @@ def make_config() -> Config:
     return config
 
 
-def write_model(folder: Path, tied: bool) -> Path:
+def write_model(folder: Path, tied: bool, num_layers: int = 2) -> Path:
     tokenizer = train_tokenizer(["user assistant\n", value_prompt._QUESTION, value_prompt._REFERENCE])
     config = Qwen3Config(
         vocab_size=len(tokenizer),  # 448: no multiple of 128, so that padded columns are at work
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

@@ -111,6 +111,37 @@ def test_values_that_megatron_refuses_are_user_errors():
         transformer_config(qwen3(), ParallelConfig(), torch.float32, {"recompute_granularity": "some"})
 
 
+INTERLEAVED, PLAIN = ParallelConfig(pipeline=2, virtual_pipeline=3), ParallelConfig(pipeline=2)
+
+
+def test_stages_talk_as_their_schedule_needs():
+    config = transformer_config(qwen3(), INTERLEAVED, torch.float32)
+    assert config.overlap_p2p_comm and not config.batch_p2p_comm
+    assert (config.virtual_pipeline_model_parallel_size, config.microbatch_group_size_per_vp_stage) == (3, 2)
+    config = transformer_config(qwen3(), PLAIN, torch.float32)
+    assert config.batch_p2p_comm and not config.overlap_p2p_comm
+    assert config.virtual_pipeline_model_parallel_size is None
+    assert not transformer_config(qwen3(), PLAIN, torch.float32, {"batch_p2p_comm": False}).batch_p2p_comm
+    right = {"overlap_p2p_comm": True, "batch_p2p_comm": False, "overlap_p2p_comm_warmup_flush": True}
+    assert transformer_config(qwen3(), INTERLEAVED, torch.float32, right).overlap_p2p_comm_warmup_flush
+
+
+@pytest.mark.parametrize(
+    ("parallel", "extra", "words"),
+    [
+        (INTERLEAVED, {"batch_p2p_comm": True}, "parallel.virtual_pipeline 3; gradients .* silently wrong"),
+        (INTERLEAVED, {"overlap_p2p_comm": False}, "needs batch_p2p_comm, which is wrong; accepted: true"),
+        (PLAIN, {"overlap_p2p_comm": True}, "virtual_pipeline None; it needs an interleaved pipeline"),
+        (INTERLEAVED, {"microbatch_group_size_per_vp_stage": 4}, "follows from the model and the parallel section"),
+        (PLAIN, {"virtual_pipeline_model_parallel_size": 3}, "follows from the model and the parallel section"),
+    ],
+)
+def test_stages_that_would_talk_wrongly_are_refused(parallel: ParallelConfig, extra: dict, words: str):
+    """The first is silently wrong in Megatron-Core 0.16: gradients are off by 8e-2 with two stages."""
+    with pytest.raises(UserError, match=f"megatron.{next(iter(extra))}: found .*{words}"):
+        transformer_config(qwen3(), parallel, torch.float32, extra)
+
+
 @pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 6), (2, 3), (4, 1)])
 def test_layouts_that_fit(layout: tuple[int, int]):
     assert check_layout(qwen3(), ParallelConfig(*layout)) == []
@@ -136,6 +167,14 @@ def test_ranks_that_share_a_key_value_head_cut_it_evenly():
     assert check_layout(qwen3(num_attention_heads=12, head_dim=3), ParallelConfig(6)) == []
 
 
+def test_layers_must_divide_over_stages_and_chunks():
+    assert check_layout(qwen3(), INTERLEAVED) == []
+    assert check_layout(qwen3(), ParallelConfig(pipeline=2, virtual_pipeline=2)) == [
+        "parallel.virtual_pipeline: found 2, a stage has 3 of the model's 6 layers; "
+        "accepted: divisors of 3 above 1, or null"
+    ]
+
+
 def test_padded_vocabulary_does_not_depend_on_usual_degrees():
     assert {padded_vocab_size(qwen3(), tensor) for tensor in (1, 2, 4, 8)} == {256}
     assert padded_vocab_size(qwen3(vocab_size=256), 2) == 256
@@ -151,6 +190,10 @@ def test_world_must_divide():
     (problem,) = check_world(ParallelConfig(2, context=2), 6)
     assert "2 x 1 x 2 = 4 with 6 process(es)" in problem
     assert len(check_world(ParallelConfig(0, -1, context=0), 8)) == 3
+    assert check_world(INTERLEAVED, 4) == []
+    for refused in (ParallelConfig(virtual_pipeline=2), ParallelConfig(pipeline=2, virtual_pipeline=1)):
+        (problem,) = check_world(refused, 4)
+        assert problem.startswith("parallel.virtual_pipeline: found") and "two or more of both" in problem
 
 
 def test_init_topology_fails_before_it_joins(monkeypatch: pytest.MonkeyPatch):

@@ -36,13 +36,24 @@ def test_no_sequence_still_gives_every_rank_a_microbatch() -> None:
     assert plan_microbatches([], num_ranks=2, max_tokens=9) == [[[]], [[]]]
 
 
-@given(lengths=st.lists(st.integers(1, 40), max_size=40), num_ranks=st.integers(1, 5), max_tokens=st.integers(1, 60))
+def test_an_interleaved_pipeline_gets_whole_groups() -> None:
+    assert plan_microbatches([9, 9, 9], num_ranks=1, max_tokens=9, multiple=2) == [[[0], [1], [2], []]]
+    assert plan_microbatches([9, 9], num_ranks=1, max_tokens=9, multiple=2) == [[[0], [1]]]
+    assert plan_microbatches([], num_ranks=1, max_tokens=9, multiple=4) == [[[], [], [], []]]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=40),
+    num_ranks=st.integers(1, 5),
+    max_tokens=st.integers(1, 60),
+    multiple=st.integers(1, 4),
+)
 @settings(max_examples=150, deadline=None)
-def test_plan_invariants(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
-    plan = plan_microbatches(lengths, num_ranks, max_tokens)
-    assert plan == plan_microbatches(lengths, num_ranks, max_tokens)
+def test_plan_invariants(lengths: list[int], num_ranks: int, max_tokens: int, multiple: int) -> None:
+    plan = plan_microbatches(lengths, num_ranks, max_tokens, multiple)
+    assert plan == plan_microbatches(lengths, num_ranks, max_tokens, multiple)
     assert len(plan) == num_ranks
-    assert len({len(bins) for bins in plan}) == 1 and len(plan[0]) >= 1
+    assert len({len(bins) for bins in plan}) == 1 and len(plan[0]) >= 1 and len(plan[0]) % multiple == 0
     assert sorted(index for bins in plan for members in bins for index in members) == list(range(len(lengths)))
     for bins in plan:
         for members in bins:
@@ -51,10 +62,10 @@ def test_plan_invariants(lengths: list[int], num_ranks: int, max_tokens: int) ->
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
-@pytest.mark.parametrize(("lengths", "num_ranks", "max_tokens"), [([1], 0, 4), ([1], 1, 0), ([0], 1, 4)])
-def test_plan_refuses_sizes_below_one(lengths, num_ranks, max_tokens) -> None:
+@pytest.mark.parametrize("arguments", [([1], 0, 4), ([1], 1, 0), ([0], 1, 4), ([1], 1, 4, 0)])
+def test_plan_refuses_sizes_below_one(arguments) -> None:
     with pytest.raises(ValueError, match="must be >= 1"):
-        plan_microbatches(lengths, num_ranks, max_tokens)
+        plan_microbatches(*arguments)
 
 
 def test_pack_hand_worked() -> None:
