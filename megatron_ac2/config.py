@@ -46,6 +46,9 @@ class ParallelConfig:
     expert_tensor: int | None = None  # over how many ranks one expert is cut; null: as `tensor`
     context: int = 1  # ranks that share every sequence; the optimizer is sharded over them too
     virtual_pipeline: int | None = None  # chunks of layers a pipeline rank (interleaved pipeline); null: one
+    # Sum gradients over data ranks during the backward pass, and with optimizer.distributed gather the new weights
+    # during the next forward pass. The same numbers; helps where that communication takes long.
+    overlap: bool = False
 
 
 @dataclass

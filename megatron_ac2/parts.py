@@ -205,7 +205,7 @@ def _load_model(
     """The weights in `path`, as this rank's shard. One that is not trained has no gradient buffers."""
     model = _new_model(hf_config, head, place, config)
     load_hf_weights(model, hf_config, place.topology, path)
-    return wrap_ddp(model, distributed) if trained else model.requires_grad_(False)
+    return wrap_ddp(model, distributed, place.parallel.overlap) if trained else model.requires_grad_(False)
 
 
 def _new_model(hf_config: PretrainedConfig, head: str, place: _Place, config: Config) -> torch.nn.Module:

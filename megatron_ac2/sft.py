@@ -99,7 +99,7 @@ def train(config: SftConfig) -> None:
     head = "hidden" if stage.head == "lm" else "value"
     model = build_model(hf_config, topology, config.parallel, dtype, head, config.megatron, config.run.seed)
     load_hf_weights(model, hf_config, topology, config.model.path)
-    ddp = wrap_ddp(model, stage.optimizer.distributed)
+    ddp = wrap_ddp(model, stage.optimizer.distributed, config.parallel.overlap)
     optimizer = build_optimizer(ddp, stage.optimizer, dtype)
     loss_function = value_loss
     if stage.head == "lm":

@@ -3,7 +3,7 @@
     python tools/convert_checkpoint.py to-megatron HF_FOLDER OUT --verify
     torchrun --nproc_per_node=4 tools/convert_checkpoint.py to-hf MEGATRON_FOLDER OUT --tensor 2 --pipeline 2
 
-A torch_dist checkpoint has no layout of its own: --tensor, --pipeline, --virtual-pipeline and --expert say how the model
+A torch_dist checkpoint has no layout of its own: --tensor, --pipeline, --virtual-pipeline, --expert say how the model
 is cut while it is converted (one too large for one process), and the result loads into any other. The Megatron folder
 also keeps config.json and the tokenizer in hf/, and what else is needed to come back in conversion.json. --verify reads
 the result back and compares every tensor bit for bit (after rounding, if --dtype asks for it). A conversion that fails

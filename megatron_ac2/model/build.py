@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -252,12 +253,34 @@ def _layer_spec(config: TransformerConfig, topology: Topology, fp8: Fp8Config, v
     return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
 
 
-def wrap_ddp(model: torch.nn.Module, distributed_optimizer: bool) -> torch.nn.Module:
+def wrap_ddp(
+    model: torch.nn.Module, distributed_optimizer: bool, overlap: bool = False, bucket_size: int | None = None
+) -> torch.nn.Module:
     """Megatron's DDP around the model, or around each of its chunks: gradients summed in fp32 over data-parallel ranks,
-    then divided by the global token count."""
-    model.config.finalize_model_grads_func = finalize_model_grads
+    then divided by the global token count.
+
+    `overlap`: gradients are summed during the backward pass of the last microbatch, in buckets of at least
+    `bucket_size` parameters (None: Megatron's choice), and a distributed optimizer's new weights are gathered during
+    the next forward pass. Whoever reads weights in between calls model.chunks.gather_parameters.
+    """
+    config = model.config
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
-    )
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and distributed_optimizer, bucket_size=bucket_size,
+    )  # fmt: skip
+    # Later chunks need no buckets: their communication has the other chunks' computation to hide behind.
     with active(groups_of(model)):
-        return joined([DistributedDataParallel(model.config, ddp_config, chunk) for chunk in chunks_of(model)])
+        wrapped = [
+            DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks_of(model))
+        ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if overlap:
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in wrapped])
+        config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in wrapped])
+    return joined(wrapped)
+
+
+def _one_or_all(functions: list[Callable[..., Any]]) -> Callable[..., Any] | list[Callable[..., Any]]:
+    """Megatron's schedules take a list for an interleaved pipeline only."""
+    return functions if len(functions) > 1 else functions[0]

@@ -59,9 +59,25 @@ def groups_of(model: torch.nn.Module) -> ProcessGroupCollection:
     return gpt_models(model)[0].pg_collection
 
 
+@torch.no_grad()
+def gather_parameters(model: torch.nn.Module) -> None:
+    """Bring every parameter up to date, for whoever reads one outside of a forward pass. A collective of data ranks.
+
+    With parallel.overlap the distributed optimizer leaves each rank with its own part of the new weights; the rest
+    comes during the next forward pass. Does nothing if it has come, or without that.
+    """
+    for chunk in chunks_of(model):
+        if getattr(chunk, "use_forward_hook", False):
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                if not group.param_gather_dispatched or group.param_gather_handle is not None:
+                    group.start_param_sync(force_sync=True)
+
+
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Every parameter of this rank, bare or in DDP under the same name; unlike in the whole model, layers count from
-    the chunk's first."""
+    """Every parameter of this rank, bare or in DDP under the same name; layers count from the chunk's first.
+
+    Their values may be old: see `gather_parameters`.
+    """
     return {
         f"{index}.{name}": parameter
         for index, chunk in enumerate(gpt_models(model))
@@ -70,7 +86,9 @@ def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def sharded_state(model: torch.nn.Module, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """For Megatron's distributed checkpoint, whose keys name the whole model's layers: free of the layout."""
+    """For Megatron's distributed checkpoint, whose keys name the whole model's layers: free of the layout. A collective
+    of data ranks, as `gather_parameters` is."""
+    gather_parameters(model)
     with active(groups_of(model)):
         return {
             str(index): chunk.sharded_state_dict(metadata=None if metadata is None else dict(metadata))

@@ -11,7 +11,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from transformers import PretrainedConfig
 
-from megatron_ac2.model.chunks import gpt_models
+from megatron_ac2.model.chunks import gather_parameters, gpt_models
 from megatron_ac2.model.families import Cut, Rule
 from megatron_ac2.model.hf_files import VALUE_HEAD_FILE, HfFolderWriter, HfReader, copy_tokenizer
 from megatron_ac2.model.hf_gather import Entry, cut_degree, from_stage, gather
@@ -81,6 +81,7 @@ def export_hf_weights(
     on their ranks come one after another; one matrix of each of them is in memory at once.
     """
     check_here(next(model.parameters()), "the model's weights")
+    gather_parameters(model)
     table = Table(hf_config)
     for chunk in gpt_models(model):  # with `stage` inside: in the order of the model's layers
         for stage, entries in enumerate(gather_objects(_manifest(chunk, table, topology), topology.pg.pp)):

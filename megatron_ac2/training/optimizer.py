@@ -234,6 +234,7 @@ def _build_megatron(ddp_model: torch.nn.Module, config: OptimizerConfig, dtype: 
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=config.distributed,
+        overlap_param_gather=ddp_model.ddp_config.overlap_param_gather,
     )
     chunks = chunks_of(ddp_model)
     return get_megatron_optimizer(megatron_config, chunks, use_gloo_process_groups=False).chained_optimizers

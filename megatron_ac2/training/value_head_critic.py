@@ -10,7 +10,7 @@ import torch
 
 from megatron_ac2.config import Config
 from megatron_ac2.data.packing import pack
-from megatron_ac2.model.chunks import named_parameters
+from megatron_ac2.model.chunks import gather_parameters, named_parameters
 from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training import step
@@ -143,6 +143,7 @@ class ValueHeadCritic:
         """Make the snapshot a copy of the critic as it is now. Each rank copies its own shard."""
         if self.snapshot_model is None:
             raise RuntimeError("refresh_snapshot needs a snapshot_model, and this critic has none")
+        gather_parameters(self.model)
         current = named_parameters(self.model)
         for name, parameter in named_parameters(self.snapshot_model).items():
             parameter.copy_(current[name])

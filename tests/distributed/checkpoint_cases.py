@@ -23,7 +23,7 @@ from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import init_topology, shutdown
 from megatron_ac2.training.context_parallel import held_part
 from megatron_ac2.training.optimizer import SharedWeightsOptimizer
-from megatron_ac2.training.step import forward_backward
+from megatron_ac2.training.step import forward_backward, forward_only
 from megatron_ac2.types import PackedBatch, UserError
 from tests.distributed.tiny_families import split_experts
 
@@ -53,12 +53,13 @@ def aims(ids: torch.Tensor, width: int) -> torch.Tensor:
 class Trainee:
     """A model in one layout, with one Adam state for each role, and what its steps gave."""
 
-    def __init__(self, folder, layout, distributed, dtype=torch.float32, head="lm", roles=ROLES, seed=0, weights=True):
+    def __init__(self, folder, layout, distributed, dtype=torch.float32, head="lm", roles=ROLES, seed=0, weights=True,
+                 overlap=False):  # fmt: skip
         self.parallel = layout if isinstance(layout, ParallelConfig) else ParallelConfig(*layout)
         self.topology = init_topology(self.parallel, seed=0, timeout_minutes=2)
         self.hf_config = load_hf_config(folder)
         model = build_model(self.hf_config, self.topology, self.parallel, dtype, head, seed=seed)
-        self.model = wrap_ddp(model, distributed)
+        self.model = wrap_ddp(model, distributed, overlap, bucket_size=9000)  # some six buckets
         if weights:
             load_hf_weights(self.model, self.hf_config, self.topology, folder)
         configs = {name: OptimizerConfig(**fields, distributed=distributed) for name, fields in roles.items()}
@@ -73,11 +74,16 @@ class Trainee:
         return total, batch.loss_mask.sum(), {}
 
     def backward(self, step: int) -> None:
+        forward_backward(self.model, self.parts(step), self.loss, self.topology)
+
+    def outputs(self, step: int) -> list[torch.Tensor]:
+        return forward_only(self.model, self.parts(step), lambda output, batch: output.clone(), self.topology)
+
+    def parts(self, step: int) -> list[PackedBatch]:
         mine = sequences(step)[self.topology.data_rank :: self.topology.data]
         width = 1 if self.head == "value" else VOCAB
         batches = [packed(ids, width, length_multiple(self.topology.context)) for ids in mine]
-        parts = [held_part(batch, self.topology) for batch in batches]
-        forward_backward(self.model, parts, self.loss, self.topology)
+        return [held_part(batch, self.topology) for batch in batches]
 
     def train(self, first: int, last: int, order=ORDER) -> list[tuple[float, float]]:
         trace = []
@@ -167,6 +173,42 @@ def value_norms_case(folder: Path) -> None:
         for layout, distributed in ((DP2, True), (TP2, False), (TP2_SP, True), (PP2, True), (CP2, True)):
             trace = Trainee(folder, layout, distributed, dtype, "value").train(0, 2)
             assert_traces(trace, expected, relative, f"value {dtype} {layout}")
+
+
+def overlap_case(folder: Path, scratch: Path) -> None:
+    """Communication behind computation changes no number, and who reads weights after a step gets the new ones."""
+    for distributed in (True, False):
+        expected = overlap_history(Trainee(folder, DP2, distributed), stale=False)
+        trainee = Trainee(folder, DP2, distributed, overlap=True)
+        assert len(trainee.model.bucket_groups) > 2
+        found = overlap_history(trainee, stale=distributed)
+        for step, (got, want) in enumerate(zip(found, expected, strict=True)):
+            what = f"overlapped, distributed={distributed}, step {step}"
+            assert_traces(got[0], want[0], 1e-6, what)
+            for a, b in zip(got[1], want[1], strict=True):
+                assert (a - b).abs().max() <= 1e-5, what
+            assert_weights(got[2], want[2], 1e-6, what)
+        root = scratch / f"overlap_{distributed}"
+        trainee.train(2, 3)
+        save_checkpoint(root, 5, {"m": trainee.model}, {"m": trainee.optimizer}, {}, 1, IDENTITY)
+        other = Trainee(folder, TP2, distributed, seed=31, weights=False)
+        load_checkpoint(root, {"m": other.model}, {"m": other.optimizer}, IDENTITY)
+        assert_weights(other.weights(), trainee.weights(), 0, "saved between two steps")
+
+
+def overlap_history(trainee: Trainee, stale: bool) -> list:
+    """Of each step its norms, the outputs after it and the weights, which are read first after every other step."""
+    history = []
+    for step in range(5):
+        trace = trainee.train(step, step + 1)
+        outputs = trainee.outputs(9) if step % 2 else []
+        before = [parameter.detach().clone() for parameter in trainee.model.parameters()]
+        weights = trainee.weights()
+        moved = any((p != old).any() for p, old in zip(trainee.model.parameters(), before, strict=True))
+        assert moved == (stale and not step % 2), (step, moved)
+        trainee.backward(7)  # gradients that no step is made of
+        history.append((trace, outputs, weights))
+    return history
 
 
 def non_finite_case(folder: Path) -> None:
@@ -342,6 +384,7 @@ def main() -> None:
         "two adams untied": lambda: two_adams_case(untied, all_layouts),
         "two adams tied": lambda: two_adams_case(tied, all_layouts),
         "value norms": lambda: value_norms_case(untied),
+        "overlap": lambda: overlap_case(untied, scratch),
         "non-finite": lambda: non_finite_case(untied),
         "resume tp2": lambda: resume_case(untied, scratch / "a", (TP2, True), [every[0], every[2], every[4], every[5]]),
         "resume dp2 tied": lambda: resume_case(tied, scratch / "b", (DP2, True), [every[4], every[0], every[2]]),

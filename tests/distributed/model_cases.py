@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from megatron_ac2.model.build import build_model, check_layout, load_hf_config, padded_vocab_size, wrap_ddp
 from megatron_ac2.model.chunks import chunks_of, gpt_models, joined
 from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights, save_hf
+from megatron_ac2.model.modules import TorchAttention
 from megatron_ac2.parallel.collectives import all_ranks_agree, broadcast_object, gather_objects, reduce_scalars
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
 from megatron_ac2.types import UserError
@@ -116,6 +117,36 @@ def check_gradients(model, hf_config, reference, topology) -> None:
         assert difference <= 1e-5 * largest, f"{name}: gradients differ by {difference}, the largest is {largest}"
 
 
+RECOMPUTE = {
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+}
+
+
+def check_recompute(hf_config, reference, topology, parallel, folder: Path) -> None:
+    """Activations computed anew give the same gradients; that they are is seen by counting attentions."""
+    attentions = []
+    count = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: attentions.append(module) if isinstance(module, TorchAttention) else None
+    )
+    expected = {"none": 1, "full": 2, "block": 1 + 1 / num_layers(topology, hf_config), "selective": 2}
+    for name, times in expected.items():
+        model = build_model(hf_config, topology, parallel, torch.float32, extra=RECOMPUTE.get(name))
+        model = wrap_ddp(model, distributed_optimizer=False)
+        load_hf_weights(model, hf_config, topology, folder)
+        attentions.clear()
+        check_gradients(model, hf_config, reference, topology)
+        num_attentions = len({*attentions}) * len(reference["microbatches"])
+        assert len(attentions) == round(times * num_attentions), (name, len(attentions), num_attentions)
+    count.remove()
+
+
+def num_layers(topology, hf_config) -> int:
+    """That one chunk of the model has."""
+    return hf_config.num_hidden_layers // topology.pipeline // (topology.virtual_pipeline or 1)
+
+
 def check_export(model, hf_config, topology, folder: Path) -> None:
     stored = load_file(folder / "model.safetensors")
     names = []
@@ -193,6 +224,7 @@ def run_layout(layout: tuple, reference, folder: Path, scratch: Path) -> None:
     check_forward(critic, reference, topology, "values", hf_config.vocab_size)
     saved = check_save(critic, hf_config, topology, parallel, folder, scratch, "value")
     if folder.name == "untied":
+        check_recompute(hf_config, reference, topology, parallel, folder)
         check_two_hot(hf_config, topology, parallel, folder, scratch, saved)
         odd_names, odd_shape = scratch / "odd_names", scratch / "odd_shape"
         check_refusal(model, hf_config, topology, odd_names, "model.norm.weight: missing", "surprise.weight: found")

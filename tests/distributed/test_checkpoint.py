@@ -17,7 +17,7 @@ NUM_KILLS = 20
 
 def test_optimizers_and_checkpoints_in_every_layout(tiny_untied: Path, tiny_tied: Path, tmp_path: Path) -> None:
     output = torchrun(CASES, 2, tiny_untied, tiny_tied, tmp_path, timeout=600)
-    assert output.count("passed ") == 16 and output.count("done") == 2
+    assert output.count("passed ") == 17 and output.count("done") == 2
 
 
 def test_saves_go_on_behind_training(tiny_untied: Path, tmp_path: Path) -> None:
