@@ -65,6 +65,9 @@ def _candidates(config: Config) -> Iterator[dict[str, Any]]:
         yield {"megatron.bias_activation_fusion": True}
     if config.megatron.get("recompute_granularity") != "full":
         yield {f"megatron.{name}": value for name, value in _RECOMPUTE.items()}
+    for offload in ("optimizer", "all"):
+        if config.run.offload not in (offload, "all"):
+            yield {"run.offload": offload}
     if hasattr(parallel, "context"):
         yield {"parallel.context": 2 * parallel.context}
     yield {"parallel.tensor": 2 * tensor, "parallel.sequence": True}

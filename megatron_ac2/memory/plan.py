@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig
 
-from megatron_ac2.config import Config, OptimizerConfig, ParallelConfig, critic_kind
+from megatron_ac2.config import Config, OptimizerConfig, ParallelConfig, critic_kind, critic_parallel
 from megatron_ac2.memory import activations
 from megatron_ac2.memory.activations import Microbatch, Modules
 from megatron_ac2.memory.engine import EngineMemory
@@ -63,12 +63,17 @@ class Stage:
         """Of the trainer, without the engine."""
         return self.resident_bytes + _sum(self.phases[self.worst_phase])
 
+    def bytes_beside_engine(self, offload: str) -> int:
+        """What of `resident` stays on the device while the engine runs, by run.offload."""
+        return _sum([item for item in self.resident if _stays(item, offload)])
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     stages: tuple[Stage, ...]
     engine: EngineMemory
-    utilization: float  # of a card, that the engine may use; it stays awake while the trainer works
+    utilization: float  # of a card, that the engine may use
+    offload: str  # none: the engine keeps its memory while the trainer works; else the two take turns
     longest: int  # tokens of the longest request, without its prompt
     notes: tuple[str, ...]
 
@@ -81,7 +86,10 @@ class MemoryPlan:
 
     def spare(self, card: int) -> int:
         """Bytes left on a card at the worst moment of the worst stage; below 0: missing."""
-        return card - self.worst.peak_bytes - self.engine_bytes(card)
+        if self.offload == "none":
+            return card - self.worst.peak_bytes - self.engine_bytes(card)
+        beside = max(stage.bytes_beside_engine(self.offload) for stage in self.stages)
+        return card - max(self.worst.peak_bytes, beside + self.engine_bytes(card))
 
     def cached_tokens(self, card: int) -> int:
         return self.engine.cached_tokens(self.engine_bytes(card))
@@ -122,7 +130,13 @@ def plan_memory(
     )  # fmt: skip
     engine = EngineMemory.of(hf_config, config.engine, dtype)
     longest = min(_longest(config, critic=False), hf_config.max_position_embeddings)
-    return MemoryPlan(stages, engine, config.engine.gpu_memory_utilization, longest, tuple(_notes(config)))
+    utilization, offload = config.engine.gpu_memory_utilization, config.run.offload
+    return MemoryPlan(stages, engine, utilization, offload, longest, tuple(_notes(config)))
+
+
+def _stays(item: Item, offload: str) -> bool:
+    """Weights are there until run.offload is all; what is not counted is nobody's to move."""
+    return offload == "none" or item.basis != "counted" or (offload == "optimizer" and item.name.endswith(": weights"))
 
 
 def _models(config: Config, hf_config: PretrainedConfig, critic_hf_config: PretrainedConfig | None) -> list[_Model]:
@@ -132,10 +146,6 @@ def _models(config: Config, hf_config: PretrainedConfig, critic_hf_config: Pretr
         found.append(_Model("critic", critic_hf_config, critic_parallel(config), config.critic.head,
                             config.critic.optimizer, ("critic",)))  # fmt: skip
     return found
-
-
-def critic_parallel(config: Config) -> ParallelConfig:
-    return getattr(config.critic, "parallel", None) or config.parallel
 
 
 def context_parallel(parallel: ParallelConfig) -> int:

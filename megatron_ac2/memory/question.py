@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from megatron_ac2.config import Config, critic_kind
+from megatron_ac2.config import Config, critic_kind, critic_parallel
 from megatron_ac2.config_checks import check_config, get
-from megatron_ac2.memory.plan import MemoryPlan, context_parallel, critic_parallel, plan_memory
+from megatron_ac2.memory.plan import MemoryPlan, context_parallel, plan_memory
 from megatron_ac2.model.build import check_layout, load_hf_config
 from megatron_ac2.model.experts import is_sparse
 from megatron_ac2.parallel.topology import check_world

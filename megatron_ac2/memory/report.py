@@ -25,8 +25,9 @@ def show(question: Question, plan: MemoryPlan, console: Console) -> None:
         _table(console, "pipeline stages, without the engine", ["stage", "resident", "peak", "in"], rows)
     engine = plan.engine
     cache = f"{engine.block_bytes / engine.block_size / 1024:.0f} KiB a token"
+    keeps = "also while the trainer works" if plan.offload == "none" else "and sleeps while the trainer works"
     console.print(f"engine: weights {gib(engine.weights)}, workspace about {gib(engine.workspace)}, cache {cache}; "
-                  f"it keeps {plan.utilization:.0%} of a card, also while the trainer works", markup=False)  # fmt: skip
+                  f"it takes {plan.utilization:.0%} of a card, {keeps}", markup=False)  # fmt: skip
     rows = [_card_row(plan, name, card) for name, card in CARDS.items()]
     _table(console, "cards", ["card", "usable", "trainer", "engine", "cached tokens", "left"], rows)
     for line in advice(question, plan):

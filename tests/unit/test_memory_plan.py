@@ -17,7 +17,7 @@ from megatron_ac2.memory.__main__ import main
 from megatron_ac2.memory.activations import Microbatch, chunk_bytes, in_flight, layer_terms
 from megatron_ac2.memory.advice import changes, together
 from megatron_ac2.memory.engine import EngineMemory, block_bytes, engine_weights
-from megatron_ac2.memory.plan import CARDS, plan_memory
+from megatron_ac2.memory.plan import CARDS, RESERVE, plan_memory
 from megatron_ac2.memory.question import Question, read_question
 from megatron_ac2.memory.shapes import Chunk, Parameter, Widths
 from megatron_ac2.memory.states import States, model_states
@@ -189,6 +189,28 @@ def test_changes_are_joined_until_they_fit():
     taken = together(asked, CARDS["80 GB"])
     assert len(taken) > 1 and taken[-1].fits
     assert taken[-1].question.plan().problem(CARDS["80 GB"]) is None
+
+
+def test_with_offload_trainer_and_engine_take_turns():
+    """The worse of the two moments counts: the trainer at its peak, or the engine beside what the trainer leaves."""
+    card = CARDS["141 GB"]
+    plans = {}
+    for offload in ("none", "optimizer", "all"):
+        config = recipe()
+        config.run.offload, config.engine.gpu_memory_utilization = offload, 0.9
+        plans[offload] = plan_memory(config, QWEN3_4B, None, 8)
+    peak, engine = plans["none"].worst.peak_bytes, int(0.9 * card)
+    assert plans["none"].spare(card) == card - peak - engine < 0
+    weights = total(plans["none"], "actor: weights")
+    assert plans["optimizer"].spare(card) == card - max(peak, weights + RESERVE + engine)
+    assert plans["all"].spare(card) == card - max(peak, RESERVE + engine) > 0
+    assert any("run.offload=all" in change.overrides and change.fits for change in changes(asked_of(0.9), card))
+
+
+def asked_of(utilization: float) -> Question:
+    config = recipe()
+    config.engine.gpu_memory_utilization = utilization
+    return question(config)
 
 
 def test_no_advice_that_cannot_be_laid_out():
