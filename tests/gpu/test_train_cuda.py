@@ -15,12 +15,14 @@ CONFIG = ROOT / "tests" / "end_to_end" / "train.yaml"
 
 
 @pytest.mark.gpu
-def test_the_loop_on_one_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
+def test_the_loop_on_one_gpu(offload: str, tmp_path: Path) -> None:
     prepare(tmp_path / "inputs", seed=0, num_terms=4, num_train=16, num_validation=4, num_worked=50)
     inputs = tmp_path / "inputs"
     changes = {
         "run.dir": tmp_path / "run",
         "run.num_steps": 3,
+        "run.offload": offload,
         "model.path": inputs / "base",
         "model.dtype": "bfloat16",
         "data.train": inputs / "train.jsonl",
