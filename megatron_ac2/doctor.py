@@ -176,7 +176,6 @@ def check_model(config: Config, on_gpu: bool) -> Iterator[Finding]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about apex; check_packages has said it
         from megatron_ac2.model.build import check_layout, config_problems, load_hf_config
-        from megatron_ac2.model.experts import is_sparse
         from megatron_ac2.parallel.topology import check_world
 
     folder = Path(config.model.path)
@@ -197,9 +196,7 @@ def check_model(config: Config, on_gpu: bool) -> Iterator[Finding]:
     for problem in config_problems(hf_config, config.parallel, config.megatron, config.fp8):
         field, text = problem.split(": ", 1)
         yield Finding("error", field, text)
-    if is_sparse(hf_config):
-        yield Finding("note", "memory", "of a model with experts: not counted yet")
-    elif not layout:
+    if not layout:
         yield _memory(config, world_size, on_gpu)
 
 

@@ -39,9 +39,33 @@ class Microbatch:
         return self.tokens // self.sequence_ranks
 
 
-def layer_terms(w: Widths, batch: Microbatch, modules: Modules, options: Mapping[str, Any]) -> Terms:
-    """Of one layer. `options`: the `megatron` section, for what changes the list."""
-    return (_torch_terms if modules == "torch" else _engine_terms)(w, batch, options)
+def layer_terms(
+    w: Widths, batch: Microbatch, modules: Modules, options: Mapping[str, Any], sparse: bool = False
+) -> Terms:
+    """Of one layer. `options`: the `megatron` section, for what changes the list. `sparse`: it has experts."""
+    terms = (_torch_terms if modules == "torch" else _engine_terms)(w, batch, options)
+    if sparse:
+        del terms["feed-forward"]
+        terms |= _expert_terms(w, batch, modules, options)
+    return terms
+
+
+def dispatched_tokens(w: Widths, batch: Microbatch) -> int:
+    """That the experts of one rank read, if all experts are chosen as often as each other."""
+    return batch.local_tokens * w.chosen * w.expert_ranks
+
+
+def _expert_terms(w: Widths, batch: Microbatch, modules: Modules, options: Mapping[str, Any]) -> Terms:
+    """Megatron's dropless all-to-all: each chosen expert reads a copy of the token."""
+    local, read, size = batch.local_tokens, dispatched_tokens(w, batch), batch.itemsize
+    # Chosen experts and the order of the copies, int64; of all experts, which are chosen and how likely; the softmax.
+    softmax = w.num_experts if w.probs_of_all else w.chosen
+    router = local * (w.chosen * (8 + 8) + w.num_experts * (1 + _FP32) + softmax * _FP32)
+    fused = modules != "torch" and options.get("bias_activation_fusion")
+    # Gate and up, their product weighed by the router; unfused also silu(gate), up + 0, the product before.
+    ffn = 3 if fused else 6
+    return {"router": router, "experts' inputs": read * w.hidden * size,
+            "experts": read * (ffn * w.expert_ffn * size + _FP32)}  # fmt: skip
 
 
 def _torch_terms(w: Widths, batch: Microbatch, options: Mapping[str, Any]) -> Terms:
@@ -104,23 +128,25 @@ def chunk_bytes(
     chunk: Chunk, w: Widths, batch: Microbatch, modules: Modules, options: Mapping[str, Any]
 ) -> tuple[int, int]:
     """(kept by one forward pass of the chunk's layers, more that the backward pass rebuilds at a time)."""
-    terms = layer_terms(w, batch, modules, options)
-    layer, entry = sum(terms.values()), batch.local_tokens * w.hidden * batch.itemsize
+    terms = [layer_terms(w, batch, modules, options, sparse) for sparse in chunk.sparse]
+    layers, entry = [sum(found.values()) for found in terms], batch.local_tokens * w.hidden * batch.itemsize
     granularity = options.get("recompute_granularity")
     if granularity == "full":
         count = min(int(options.get("recompute_num_layers") or 1), chunk.num_layers)
         angles = batch.longest * w.head_dim * _FP32  # of the rotation, handed to every rebuilt layer
         if options.get("recompute_method") == "block":
-            return count * entry + (chunk.num_layers - count) * layer + angles, layer
-        return -(-chunk.num_layers // count) * entry + angles, count * layer
-    dropped = 0
+            return count * entry + sum(layers[count:]) + angles, max(layers[:count])
+        groups = [sum(layers[start : start + count]) for start in range(0, chunk.num_layers, count)]
+        return len(groups) * entry + angles, max(groups)
+    dropped = [0] * chunk.num_layers
     if granularity == "selective":
         chosen = options.get("recompute_modules") or ["core_attn"]
-        if "core_attn" in chosen:  # its inputs stay, and the next layer keeps its output
-            dropped += batch.tokens * w.num_heads * _FP32
-        if "mlp" in chosen:
-            dropped += terms["feed-forward"]
-    return chunk.num_layers * (layer - dropped), dropped
+        for index, found in enumerate(terms):
+            if "core_attn" in chosen:  # its inputs stay, and the next layer keeps its output
+                dropped[index] += batch.tokens * w.num_heads * _FP32
+            if "mlp" in chosen:
+                dropped[index] += found.get("feed-forward", 0)
+    return sum(layers) - sum(dropped), max(dropped)
 
 
 def unknown_recompute(options: Mapping[str, Any]) -> list[str]:
@@ -131,7 +157,10 @@ def unknown_recompute(options: Mapping[str, Any]) -> list[str]:
 def working_bytes(w: Widths, batch: Microbatch) -> int:
     """What one layer's backward pass holds beside: gradients of the feed-forward's widest tensors and of its input
     and output, gathered over sequence ranks. An estimate."""
-    return batch.tokens * (3 * w.ffn + 2 * w.hidden) * batch.itemsize
+    dense, sparse = batch.tokens * (3 * w.ffn + 2 * w.hidden), 0
+    if w.num_experts:
+        sparse = dispatched_tokens(w, batch) * (3 * w.expert_ffn + 2 * w.hidden)
+    return max(dense, sparse) * batch.itemsize
 
 
 def ends_terms(

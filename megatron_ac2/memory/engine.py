@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
+from megatron_ac2.architecture import sparse_layers
 from megatron_ac2.config import EngineConfig
 from megatron_ac2.model.families import family_of
 from megatron_ac2.model.hf_table import head_dim
@@ -59,15 +60,28 @@ def engine_weights(hf_config: PretrainedConfig, tensor: int, dtype: torch.dtype)
     fields = family_of(hf_config).megatron_fields
     norms = 2 * hidden + (2 * size if fields["qk_layernorm"] else 0)
     biases = query + key_value if fields["add_qkv_bias"] else 0
-    matrices = hidden * (2 * query + key_value + 3 * hf_config.intermediate_size // tensor)
+    attention = hidden * (2 * query + key_value)
+    feed_forward = sum(_feed_forward(hf_config, tensor, sparse) for sparse in sparse_layers(hf_config))
     multiple = math.lcm(_VOCAB_MULTIPLE, tensor)
     rows = math.ceil(hf_config.vocab_size / multiple) * multiple // tensor
     vocab = rows * hidden * (1 if hf_config.tie_word_embeddings else 2)
-    return (hf_config.num_hidden_layers * (matrices + norms + biases) + vocab + hidden) * dtype.itemsize
+    layers = hf_config.num_hidden_layers * (attention + norms + biases) + feed_forward
+    return (layers + vocab + hidden) * dtype.itemsize
+
+
+def _feed_forward(hf_config: PretrainedConfig, tensor: int, sparse: bool) -> int:
+    """Numbers of one layer on a rank. Experts are all on each rank, cut like a dense layer; the router is whole."""
+    if not sparse:
+        return hf_config.hidden_size * 3 * hf_config.intermediate_size // tensor
+    expert = hf_config.hidden_size * 3 * hf_config.moe_intermediate_size // tensor
+    return hf_config.num_experts * (expert + hf_config.hidden_size)
 
 
 def _workspace(hf_config: PretrainedConfig, engine: EngineConfig, dtype: torch.dtype) -> int:
     """A prefill step's widest tensors, and fp32 logits with their log-softmax for every sequence."""
     tokens = int(engine.options.get("max_num_batched_tokens") or BATCHED_TOKENS)
     width = 2 * hf_config.hidden_size + 3 * hf_config.intermediate_size // engine.tensor_parallel
+    if any(sparse_layers(hf_config)):  # each chosen expert reads a copy of the token
+        expert = 2 * hf_config.hidden_size + 3 * hf_config.moe_intermediate_size // engine.tensor_parallel
+        width = max(width, hf_config.num_experts_per_tok * expert)
     return tokens * width * dtype.itemsize + 2 * engine.max_num_seqs * hf_config.vocab_size * _FP32

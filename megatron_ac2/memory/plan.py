@@ -20,6 +20,7 @@ from megatron_ac2.memory.engine import EngineMemory
 from megatron_ac2.memory.shapes import Parameter, Widths, chunk_parameters, stage_chunks
 from megatron_ac2.memory.states import States, model_states, weight_bytes
 from megatron_ac2.model.build import padded_vocab_size
+from megatron_ac2.model.experts import expert_tensor_degree, is_sparse
 from megatron_ac2.perf import GIB
 
 Basis = Literal["counted", "derived", "estimated", "assumed"]
@@ -131,7 +132,7 @@ def plan_memory(
     engine = EngineMemory.of(hf_config, config.engine, dtype)
     longest = min(_longest(config, critic=False), hf_config.max_position_embeddings)
     utilization, offload = config.engine.gpu_memory_utilization, config.run.offload
-    return MemoryPlan(stages, engine, utilization, offload, longest, tuple(_notes(config)))
+    return MemoryPlan(stages, engine, utilization, offload, longest, tuple(_notes(config, models)))
 
 
 def _stays(item: Item, offload: str) -> bool:
@@ -148,15 +149,6 @@ def _models(config: Config, hf_config: PretrainedConfig, critic_hf_config: Pretr
     return found
 
 
-def context_parallel(parallel: ParallelConfig) -> int:
-    return getattr(parallel, "context", 1) or 1
-
-
-def _data_ranks(parallel: ParallelConfig, num_gpus: int) -> int:
-    """That share optimizer states: context-parallel ranks hold the same weights too."""
-    return max(1, num_gpus // (parallel.tensor * parallel.pipeline))
-
-
 def _chunks(model: _Model, stage: int, dtype: torch.dtype) -> list[list[Parameter]]:
     chunks = stage_chunks(model.hf_config, model.parallel, stage)
     return [chunk_parameters(model.hf_config, model.parallel, dtype, chunk, model.value_head) for chunk in chunks]
@@ -165,11 +157,14 @@ def _chunks(model: _Model, stage: int, dtype: torch.dtype) -> list[list[Paramete
 def _states(model: _Model, stage: int, num_gpus: int, dtype: torch.dtype) -> States:
     """On the fullest data rank. A critic cut into fewer stages than the actor: its own fullest stage."""
     stages = [stage] if stage < model.parallel.pipeline else range(model.parallel.pipeline)
-    ranks = _data_ranks(model.parallel, num_gpus)
+    parallel = model.parallel
+    ranks, expert_ranks = num_gpus // parallel.pipeline, parallel.expert * expert_tensor_degree(parallel)
     found = [
         states
         for index in stages
-        for states in model_states(_chunks(model, index, dtype), ranks, model.optimizer.distributed)
+        for states in model_states(
+            _chunks(model, index, dtype), ranks, model.optimizer.distributed, parallel.tensor, expert_ranks
+        )
     ]
     return max(found, key=lambda states: sum(asdict(states).values()))
 
@@ -217,10 +212,11 @@ def _update(
     config: Config, model: _Model, stage: int, dtype: torch.dtype, modules: Modules, loss: str, for_critic: bool
 ) -> tuple[Item, ...]:
     stage = min(stage, model.parallel.pipeline - 1)
-    widths, batch = Widths.of(model.hf_config, model.parallel.tensor), _microbatch(config, model, dtype, for_critic)
+    widths, batch = Widths.of(model.hf_config, model.parallel), _microbatch(config, model, dtype, for_critic)
     rows = padded_vocab_size(model.hf_config, model.parallel.tensor) // model.parallel.tensor
     chunks = stage_chunks(model.hf_config, model.parallel, stage)
-    kept, rebuilt = activations.chunk_bytes(chunks[0], widths, batch, modules, config.megatron)
+    found = (activations.chunk_bytes(chunk, widths, batch, modules, config.megatron) for chunk in chunks)
+    kept, rebuilt = map(max, zip(*found, strict=True))
     copies = activations.in_flight(model.parallel, stage)
     name = f"activations: {chunks[0].num_layers} layers"
     items = [
@@ -242,7 +238,7 @@ def _microbatch(config: Config, model: _Model, dtype: torch.dtype, for_critic: b
     section = config.critic if for_critic else config.actor
     longest = min(_longest(config, for_critic), model.hf_config.max_position_embeddings)
     tokens = max(section.max_tokens_per_microbatch, longest)  # a longer sequence has a microbatch to itself
-    multiple, context = model.parallel.tensor * _ALIGNMENT, context_parallel(model.parallel)
+    multiple, context = model.parallel.tensor * _ALIGNMENT, model.parallel.context
     local = -(-tokens // (context * multiple)) * multiple
     return Microbatch(local, dtype.itemsize, model.parallel.tensor if model.parallel.sequence else 1, longest)
 
@@ -255,18 +251,17 @@ def _longest(config: Config, critic: bool) -> int:
     return budget * (2 if critic and config.critic.use_references else 1)
 
 
-def _notes(config: Config) -> list[str]:
+def _notes(config: Config, models: list[_Model]) -> list[str]:
     notes = []
     if unknown := activations.unknown_recompute(config.megatron):
         notes.append(f"megatron.recompute_modules: {', '.join(unknown)} counted as if not recomputed")
-    for name in ("fp8", "fp4"):
-        if config.megatron.get(name):
-            notes.append(
-                f"megatron.{name}: counted as without; its copies of weights come on top, its inputs are smaller"
-            )
+    if config.fp8.recipe != "none":
+        notes.append("fp8: counted as without; its copies of weights come on top, its inputs are smaller")
     for name in ("quantization", "kv_cache_dtype", "cpu_offload_gb"):
         if config.engine.options.get(name):
             notes.append(f"engine.options.{name}: not counted")
+    if any(is_sparse(model.hf_config) for model in models):
+        notes.append("experts: counted as if chosen equally often; a rank whose experts are chosen more needs more")
     notes.append("prompts are not known here: a microbatch of one long sequence is longer by its prompt")
     return notes
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from megatron_ac2.config import Config, critic_kind, critic_parallel
+from megatron_ac2.config import Config, ParallelConfig, critic_kind, critic_parallel
 from megatron_ac2.config_checks import check_config, get
-from megatron_ac2.memory.plan import MemoryPlan, context_parallel, plan_memory
+from megatron_ac2.memory.plan import MemoryPlan, plan_memory
 from megatron_ac2.model.build import check_layout, load_hf_config
-from megatron_ac2.model.experts import is_sparse
+from megatron_ac2.model.experts import expert_tensor_degree
 from megatron_ac2.parallel.topology import check_world
 from megatron_ac2.types import UserError
 
@@ -49,9 +50,7 @@ class Question:
         if self.critic_hf_config is not None:
             layouts["critic"] = (self.critic_hf_config, critic_parallel(self.config))
         found = []
-        for name, (hf_config, parallel) in layouts.items():
-            if is_sparse(hf_config):
-                found.append(f"{name}: a model with experts, whose memory is not counted yet; accepted: dense models")
+        for hf_config, parallel in layouts.values():
             found += check_layout(hf_config, parallel) + check_world(parallel, self.num_gpus)
         return list(dict.fromkeys(found))
 
@@ -62,8 +61,13 @@ def read_question(config: Config, num_gpus: int) -> Question:
     critic_hf_config = None
     if critic_kind(config) == "value_head":
         critic_hf_config = load_hf_config(config.critic.path) if config.critic.path else hf_config
-    num_gpus = num_gpus or config.parallel.tensor * config.parallel.pipeline * context_parallel(config.parallel)
-    question = Question(config, hf_config, critic_hf_config, num_gpus)
+    question = Question(config, hf_config, critic_hf_config, num_gpus or fewest_gpus(config.parallel))
     if problems := question.problems():
         raise UserError(problems)
     return question
+
+
+def fewest_gpus(parallel: ParallelConfig) -> int:
+    """That the layout can be laid over."""
+    experts = parallel.expert * expert_tensor_degree(parallel)
+    return parallel.pipeline * math.lcm(parallel.tensor * parallel.context, experts)

@@ -3,7 +3,8 @@
 Megatron's DDP lays a model's gradients (fp32) end to end in one buffer a parameter dtype, last parameter first. With
 the distributed optimizer the weights lie in such a buffer too, parameters start at multiples of 64 numbers, buckets end
 at multiples of 128 and of the data-parallel degree, and each data rank keeps optimizer states for an equal range of
-every bucket (megatron/core/distributed/param_and_grad_buffer.py). A shared embedding has a bucket to itself.
+every bucket (megatron/core/distributed/param_and_grad_buffer.py). A shared embedding has a bucket to itself. Experts
+have buffers of their own, over the ranks that hold the same ones.
 """
 
 from __future__ import annotations
@@ -42,14 +43,21 @@ class Bucket:
     length: int
 
 
-def model_states(chunks: Sequence[Sequence[Parameter]], data_ranks: int, distributed: bool) -> list[States]:
-    """What each data rank holds of a stage's models, trained. `data_ranks` counts context-parallel ranks too."""
-    total = [States()] * data_ranks
+def model_states(
+    chunks: Sequence[Sequence[Parameter]], num_ranks: int, distributed: bool, tensor: int = 1, expert_ranks: int = 1
+) -> list[States]:
+    """What each of a pipeline stage's `num_ranks` ranks holds of its models, trained.
+
+    Blocks of `tensor` ranks hold a copy of the model, its experts left out; blocks of `expert_ranks` (expert degree
+    times expert-tensor degree) a copy of all experts.
+    """
+    total = [States()] * num_ranks
     for parameters in chunks:
-        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-            own = [parameter for parameter in parameters if parameter.dtype == dtype]
-            found = _buffer_states(own, dtype, data_ranks, distributed)
-            total = [before + more for before, more in zip(total, found, strict=True)]
+        for dtype, expert in dict.fromkeys((parameter.dtype, parameter.expert) for parameter in parameters):
+            own = [p for p in parameters if (p.dtype, p.expert) == (dtype, expert)]
+            block = expert_ranks if expert else tensor
+            found = _buffer_states(own, dtype, num_ranks // block, distributed)
+            total = [before + found[rank // block] for rank, before in enumerate(total)]
     return total
 
 

@@ -9,13 +9,15 @@ import os
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_ac2.config import OptimizerConfig, ParallelConfig
 from megatron_ac2.memory.activations import Microbatch, chunk_bytes, ends_terms
 from megatron_ac2.memory.shapes import Widths, chunk_parameters, stage_chunks
 from megatron_ac2.memory.states import States, model_states, weight_bytes
-from megatron_ac2.model.build import build_model, wrap_ddp
+from megatron_ac2.model.build import build_model, check_layout, wrap_ddp
+from megatron_ac2.model.chunks import chunks_of, gpt_models
+from megatron_ac2.model.experts import expert_tensor_degree, is_sparse
 from megatron_ac2.model.value_head import HEAD_OUTPUTS
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
 from megatron_ac2.training.optimizer import SharedWeightsOptimizer
@@ -30,6 +32,19 @@ _SIZES = dict(
 FAMILIES = {
     "qwen3": (Qwen3Config, {"head_dim": 24, "architectures": ["Qwen3ForCausalLM"]}),
     "qwen2": (Qwen2Config, {"architectures": ["Qwen2ForCausalLM"]}),
+    "experts": (
+        Qwen3MoeConfig,
+        {
+            "head_dim": 24,
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [1],
+        },
+    ),
     "llama": (LlamaConfig, {"architectures": ["LlamaForCausalLM"], "head_dim": 32}),
 }
 LAYOUTS = {
@@ -39,6 +54,8 @@ LAYOUTS = {
         ParallelConfig(tensor=2),
         ParallelConfig(tensor=2, sequence=True),
         ParallelConfig(pipeline=2),
+        ParallelConfig(pipeline=2, virtual_pipeline=2),
+        ParallelConfig(expert=2),
     ],
 }
 RECOMPUTE = (
@@ -63,20 +80,22 @@ def check_states(
     model = build_model(config, topology, parallel, dtype, "value" if value_head else "lm", value_outputs=outputs)
     chunks = stage_chunks(config, parallel, topology.pipeline_rank)
     parameters = [chunk_parameters(config, parallel, dtype, chunk, value_head) for chunk in chunks]
-    found = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
+    found = [(name, tuple(p.shape), p.dtype) for gpt in gpt_models(model) for name, p in gpt.named_parameters()]
     assert found == [(p.name, p.shape, p.dtype) for chunk in parameters for p in chunk], found
     assert sum(map(weight_bytes, parameters)) == num_bytes(model.parameters())
     roles = {name: OptimizerConfig(distributed=distributed) for name in ("actor", "critic")}
     ddp = wrap_ddp(model, distributed)
     optimizer = SharedWeightsOptimizer(ddp, roles, dtype)
-    planned = model_states(parameters, topology.data, distributed)[topology.data_rank]
+    num_ranks = topology.world_size // topology.pipeline
+    expert_ranks = parallel.expert * expert_tensor_degree(parallel)
+    planned = model_states(parameters, num_ranks, distributed, parallel.tensor, expert_ranks)[topology.rank % num_ranks]
     assert counted(ddp, optimizer, distributed) == planned, (counted(ddp, optimizer, distributed), planned)
 
 
 def counted(ddp: torch.nn.Module, optimizer: SharedWeightsOptimizer, distributed: bool) -> States:
-    buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
+    buffers = [buffer for chunk in chunks_of(ddp) for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weights = num_bytes(b.param_data for b in buffers) if distributed else num_bytes(ddp.parameters())
-    masters = [p for p in optimizer._megatron.get_parameters() if not _is_models_own(p, ddp)]
+    masters = [p for part in optimizer._parts for p in part.get_parameters() if not _is_models_own(p, ddp)]
     moments = [num_bytes(value for state in adam.moments.values() for name, value in state.items() if name != "step")
                for adam in optimizer.states.values()]  # fmt: skip
     assert moments[0] == moments[1]
@@ -111,7 +130,7 @@ def check_activations(
         forward(model, config, topology, parallel, dtype)
     found = sum(size for size, _ in saved.values())
     chunk = stage_chunks(config, parallel, topology.pipeline_rank)[0]
-    widths = Widths.of(config, parallel.tensor)
+    widths = Widths.of(config, parallel)
     batch = Microbatch(sum(LENGTHS), dtype.itemsize, parallel.tensor if parallel.sequence else 1, max(LENGTHS))
     layers, _ = chunk_bytes(chunk, widths, batch, "torch", extra)
     ends = ends_terms(chunk, widths, batch, "torch", 0, parallel.tensor > 1, "fused", 0)
@@ -139,12 +158,18 @@ def forward(
 def run_layout(parallel: ParallelConfig) -> None:
     topology = init_topology(parallel, seed=0, timeout_minutes=2)
     for family in FAMILIES:
+        sparse = is_sparse(hf_config(family, True))
+        if check_layout(hf_config(family, True), parallel):
+            assert sparse != (parallel.expert > 1)  # the two that do not go together
+            continue
         for dtype in (torch.float32, torch.bfloat16):
             for distributed in (True, False):
                 check_states(hf_config(family, True), topology, parallel, dtype, distributed, None)
             check_states(hf_config(family, False), topology, parallel, dtype, True, None)
             check_states(hf_config(family, True), topology, parallel, dtype, True, "two_hot")
-            for extra in RECOMPUTE:
+            # Of one chunk; and with shared experts the router's choice decides.
+            counted_here = parallel.expert == 1 and not parallel.virtual_pipeline
+            for extra in RECOMPUTE if counted_here else ():
                 check_activations(hf_config(family, False), topology, parallel, dtype, extra)
     leave_groups()
 

@@ -4,12 +4,13 @@ real models: tests/distributed/memory_cases.py."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from megatron_ac2.config import Config, ParallelConfig
 from megatron_ac2.config_file import load_config
@@ -18,7 +19,7 @@ from megatron_ac2.memory.activations import Microbatch, chunk_bytes, in_flight, 
 from megatron_ac2.memory.advice import changes, together
 from megatron_ac2.memory.engine import EngineMemory, block_bytes, engine_weights
 from megatron_ac2.memory.plan import CARDS, RESERVE, plan_memory
-from megatron_ac2.memory.question import Question, read_question
+from megatron_ac2.memory.question import Question, fewest_gpus, read_question
 from megatron_ac2.memory.shapes import Chunk, Parameter, Widths
 from megatron_ac2.memory.states import States, model_states
 from megatron_ac2.perf import GIB
@@ -38,23 +39,23 @@ def parameter(*shape: int, dtype: torch.dtype = BF16, shared: bool = False) -> P
 
 def test_a_padded_buffer_by_hand():
     # Last first: 100 numbers at 0, 10 at 128; the bucket ends at 256 = 2 x 128: one of 100, one of 10.
-    found = model_states([[parameter(10), parameter(100)]], data_ranks=2, distributed=True)
+    found = model_states([[parameter(10), parameter(100)]], num_ranks=2, distributed=True)
     assert found == [States(512, 1024, 400, 800), States(512, 1024, 40, 80)]
 
 
 def test_the_plain_optimizer_has_all_on_every_rank():
-    found = model_states([[parameter(10), parameter(100)]], data_ranks=2, distributed=False)
+    found = model_states([[parameter(10), parameter(100)]], num_ranks=2, distributed=False)
     assert found == [States(220, 440, 440, 880)] * 2
 
 
 def test_fp32_weights_are_their_own_masters_and_have_a_buffer_of_their_own():
-    found = model_states([[parameter(10), parameter(6, dtype=torch.float32)]], data_ranks=1, distributed=True)
+    found = model_states([[parameter(10), parameter(6, dtype=torch.float32)]], num_ranks=1, distributed=True)
     assert found == [States(128 * 2 + 128 * 4, 128 * 4 + 128 * 4, 40, 80 + 48)]
 
 
 def test_a_shared_embedding_has_a_bucket_to_itself():
     # Buckets: 20 numbers -> 128; the embedding's 30 -> 128. Each data rank has half of each.
-    found = model_states([[parameter(30, shared=True), parameter(20)]], data_ranks=2, distributed=True)
+    found = model_states([[parameter(30, shared=True), parameter(20)]], num_ranks=2, distributed=True)
     assert found == [States(512, 1024, 200, 400), States(512, 1024, 0, 0)]
 
 
@@ -84,7 +85,7 @@ def test_layer_terms_by_hand():
 
 def test_recompute_trades_layers_for_their_inputs():
     batch = Microbatch(tokens=16, itemsize=2, sequence_ranks=1, longest=16)
-    chunk = Chunk(num_layers=6, first=False, last=False)
+    chunk = Chunk((False,) * 6, first=False, last=False)
     layer = sum(layer_terms(WIDTHS, batch, "transformer_engine", {}).values())
     entry, angles = 16 * 8 * 2, 16 * 4 * 4
 
@@ -261,3 +262,44 @@ def test_the_command_names_mistakes_and_misfits(files, capsys):
         main([str(files), "megatron.recompute_granularity=null", "parallel.tensor=1", "parallel.sequence=false"]) == 2
     )
     assert "what helps most" in capsys.readouterr().out
+
+
+QWEN3_30B_A3B = Qwen3MoeConfig(
+    architectures=["Qwen3MoeForCausalLM"], hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+    num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151_936,
+    num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, tie_word_embeddings=False,
+    max_position_embeddings=262_144, rope_parameters={"rope_type": "default", "rope_theta": 1e7},
+)  # fmt: skip
+
+
+def test_experts_are_shared_out():
+    """30.5 billion parameters; tensor 4, each expert whole on one of 8 ranks: 16 of 128 on each, in two copies."""
+    config = recipe(parallel=ParallelConfig(tensor=4, sequence=True, expert=8, expert_tensor=1))
+    plan = plan_memory(config, QWEN3_30B_A3B, None, num_gpus=16)
+    experts = 48 * 128 * 3 * 2048 * 768
+    dense = 48 * (2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128) + 2 * 151_936 * 2048
+    router = 48 * 128 * 2048
+    assert total(plan, "actor: weights") == pytest.approx(2 * (experts / 8 + dense / 4 + router), rel=1e-3)
+    assert total(plan, "actor: Adam moments") == pytest.approx(8 * (experts / 16 + (dense / 4 + router) / 4), rel=1e-3)
+    assert engine_weights(QWEN3_30B_A3B, 2, BF16) == pytest.approx(2 * ((experts + dense) / 2 + router), rel=1e-3)
+    assert any("chosen equally often" in note for note in plan.notes)
+
+
+def test_terms_of_experts_by_hand():
+    widths = replace(WIDTHS, num_experts=4, chosen=2, expert_ffn=5, expert_ranks=2)
+    batch = Microbatch(tokens=16, itemsize=2, sequence_ranks=2, longest=16)
+    terms = layer_terms(widths, batch, "transformer_engine", {}, sparse=True)
+    assert "feed-forward" not in terms
+    assert terms["router"] == 8 * (2 * (8 + 8) + 4 * 5 + 2 * 4)
+    # 8 tokens on each of two ranks, two experts a token, each expert on both ranks: 32 copies on one.
+    assert terms["experts' inputs"] == 32 * 8 * 2
+    assert terms["experts"] == 32 * (6 * 5 * 2 + 4)
+    chunk = Chunk((False, True), first=False, last=False)
+    dense = sum(layer_terms(widths, batch, "transformer_engine", {}).values())
+    assert chunk_bytes(chunk, widths, batch, "transformer_engine", {}) == (dense + sum(terms.values()), 0)
+
+
+def test_as_few_gpus_as_the_layout_has():
+    assert fewest_gpus(ParallelConfig(tensor=4, context=2, pipeline=3)) == 24
+    assert fewest_gpus(ParallelConfig(tensor=4, expert=8, expert_tensor=1)) == 8
+    assert fewest_gpus(ParallelConfig(tensor=3, expert=2)) == 6
