@@ -175,23 +175,23 @@ def value_norms_case(folder: Path) -> None:
             assert_traces(trace, expected, relative, f"value {dtype} {layout}")
 
 
-def overlap_case(folder: Path, scratch: Path) -> None:
+def overlap_case(folder: Path, scratch: Path, layout=DP2) -> None:
     """Communication behind computation changes no number, and who reads weights after a step gets the new ones."""
     for distributed in (True, False):
-        expected = overlap_history(Trainee(folder, DP2, distributed), stale=False)
-        trainee = Trainee(folder, DP2, distributed, overlap=True)
+        expected = overlap_history(Trainee(folder, layout, distributed), stale=False)
+        trainee = Trainee(folder, layout, distributed, overlap=True)
         assert len(trainee.model.bucket_groups) > 2
         found = overlap_history(trainee, stale=distributed)
         for step, (got, want) in enumerate(zip(found, expected, strict=True)):
             what = f"overlapped, distributed={distributed}, step {step}"
-            assert_traces(got[0], want[0], 1e-6, what)
+            assert_traces(got[0], want[0], 2e-5, what)
             for a, b in zip(got[1], want[1], strict=True):
                 assert (a - b).abs().max() <= 1e-5, what
-            assert_weights(got[2], want[2], 1e-6, what)
+            assert_weights(got[2], want[2], 1e-5, what)
         root = scratch / f"overlap_{distributed}"
         trainee.train(2, 3)
         save_checkpoint(root, 5, {"m": trainee.model}, {"m": trainee.optimizer}, {}, 1, IDENTITY)
-        other = Trainee(folder, TP2, distributed, seed=31, weights=False)
+        other = Trainee(folder, PP2, distributed, seed=31, weights=False)
         load_checkpoint(root, {"m": other.model}, {"m": other.optimizer}, IDENTITY)
         assert_weights(other.weights(), trainee.weights(), 0, "saved between two steps")
 

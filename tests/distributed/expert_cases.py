@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_ac2.config import ParallelConfig
 from megatron_ac2.model.build import build_model, check_layout, load_hf_config, wrap_ddp
-from megatron_ac2.model.chunks import gpt_models
+from megatron_ac2.model.chunks import gpt_models, joined
 from megatron_ac2.model.hf_weights import load_hf_weights
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
 from tests.distributed.groups import leave_groups
@@ -35,6 +35,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "ep4": {"expert": 4},
         "tp2 ep2": {"tensor": 2, "sequence": True, "expert": 2},
         "pp2 ep2": {"pipeline": 2, "expert": 2},
+        "pp2 vpp2 ep2": {"pipeline": 2, "virtual_pipeline": 2, "expert": 2},
         "tp2 pp2 ep2, experts whole": {
             "tensor": 2, "sequence": True, "pipeline": 2, "expert": 2, "expert_tensor": 1,
         },
@@ -57,7 +58,7 @@ def run_layout(parallel: ParallelConfig, reference: dict[str, Any], folder: Path
     check_forward(model, mine, topology, "logits", hf_config.vocab_size)
     check_gradients(model, hf_config, mine, topology)
     check_export(model, hf_config, topology, folder)
-    check_save(gpt_models(model)[0], hf_config, topology, parallel, folder, scratch, "lm")
+    check_save(joined(gpt_models(model)), hf_config, topology, parallel, folder, scratch, "lm")
     critic = build_model(hf_config, topology, parallel, torch.float32, head="value", seed=5)
     load_hf_weights(critic, hf_config, topology, folder)
     check_forward(critic, mine, topology, "values", hf_config.vocab_size)
@@ -78,6 +79,8 @@ def main() -> None:
         for folder in folders:
             if folder.name == "qwen3_moe_last" and parallel.tensor > 1 and parallel.pipeline == 1:
                 continue  # another model in layouts that make no difference to it
+            if folder.name == "qwen3_moe" and parallel.virtual_pipeline:
+                continue  # two layers
             assert not check_layout(load_hf_config(folder), parallel)
             run_layout(parallel, references[folder.name], folder, scratch)
             leave_groups()

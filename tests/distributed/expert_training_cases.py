@@ -21,6 +21,7 @@ from tests.distributed.checkpoint_cases import (
     assert_traces,
     assert_weights,
     master_weights_case,
+    overlap_case,
     resume_case,
     two_adams_case,
 )
@@ -31,6 +32,7 @@ TP2 = ParallelConfig(tensor=2, sequence=True)
 TP2_EP2 = ParallelConfig(tensor=2, sequence=True, expert=2)
 TP2_WHOLE = ParallelConfig(tensor=2, sequence=True, expert=2, expert_tensor=1)
 PP2_EP2 = ParallelConfig(pipeline=2, expert=2)
+VPP2_EP2 = ParallelConfig(pipeline=2, virtual_pipeline=2, expert=2)
 CP2_EP2 = ParallelConfig(context=2, expert=2)
 
 
@@ -60,6 +62,7 @@ def cases(every: Path, last: Path, scratch: Path) -> dict[int, dict[str, Callabl
         2: {
             "adams": lambda: two_adams_case(every, [*both(EP2, TP2_WHOLE), (TP2, True), (CP2_EP2, True)]),
             "adams, a stage without experts": lambda: two_adams_case(last, both(PP2)),
+            "overlap": lambda: overlap_case(every, scratch, EP2),
             "not finite": lambda: one_rank_differs_case(every),
             "resume": lambda: resume_case(
                 every, scratch / "a", (EP2, True), [(EP2, True), (TP2_WHOLE, False), (ALONE, True), (PP2, True)]
@@ -75,7 +78,7 @@ def cases(every: Path, last: Path, scratch: Path) -> dict[int, dict[str, Callabl
             "adams": lambda: two_adams_case(
                 every, [*both(EP2, TP2_EP2), (EP4, True), (TP2_WHOLE, False), (CP2_EP2, True)]
             ),
-            "adams, a stage without experts": lambda: two_adams_case(last, [(PP2_EP2, True)]),
+            "adams, a stage without experts": lambda: two_adams_case(last, [(PP2_EP2, True), (VPP2_EP2, True)]),
             "resume": lambda: resume_case(every, scratch / "f", (EP2, True), [(PP2_EP2, True), (TP2_EP2, False)]),
         },
     }  # fmt: skip
