@@ -15,8 +15,9 @@ from megatron_ac2.config import Config, ParallelConfig, critic_kind, critic_para
 from megatron_ac2.data.graders import RuleGrader
 from megatron_ac2.engine.engine import ColocatedEngine
 from megatron_ac2.inputs import Inputs, read_inputs, stop_token_ids
-from megatron_ac2.model.build import build_model, wrap_ddp
+from megatron_ac2.model.build import build_model
 from megatron_ac2.model.checkpoint import CheckpointSaver, Kept, load_checkpoint
+from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.hf_weights import load_hf_weights
 from megatron_ac2.model.value_head import HEAD_OUTPUTS
 from megatron_ac2.parallel.topology import Topology, add_topology, init_topology

@@ -29,7 +29,8 @@ from megatron_ac2.config_file import load_config, split_arguments
 from megatron_ac2.data.packing import pack
 from megatron_ac2.data.worked import WorkedSolution, load_worked, step_values
 from megatron_ac2.entry import run_entry_point
-from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
+from megatron_ac2.model.build import build_model, load_hf_config
+from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.hf_weights import load_hf_weights, save_hf
 from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown

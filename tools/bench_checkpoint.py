@@ -24,9 +24,10 @@ from transformers import Qwen3Config
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ac2.config import OptimizerConfig, ParallelConfig  # noqa: E402
-from megatron_ac2.model.build import build_model, wrap_ddp  # noqa: E402
+from megatron_ac2.model.build import build_model  # noqa: E402
 from megatron_ac2.model.checkpoint import CheckpointSaver, Kept, latest  # noqa: E402
 from megatron_ac2.model.checkpoint_manifest import read_manifest  # noqa: E402
+from megatron_ac2.model.data_parallel import wrap_ddp  # noqa: E402
 from megatron_ac2.parallel.collectives import barrier, broadcast_object  # noqa: E402
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown  # noqa: E402
 from megatron_ac2.training.optimizer import SharedWeightsOptimizer  # noqa: E402

@@ -25,7 +25,8 @@ from megatron_ac2.config import Fp8Config, ParallelConfig  # noqa: E402
 from megatron_ac2.data.packing import pack  # noqa: E402
 from megatron_ac2.data.worked import load_worked  # noqa: E402
 from megatron_ac2.kernels.vocab_logprobs import token_logprobs  # noqa: E402
-from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp  # noqa: E402
+from megatron_ac2.model.build import build_model, load_hf_config  # noqa: E402
+from megatron_ac2.model.data_parallel import wrap_ddp  # noqa: E402
 from megatron_ac2.model.fp8 import RECIPES  # noqa: E402
 from megatron_ac2.model.hf_weights import load_hf_weights  # noqa: E402
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown  # noqa: E402

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -22,7 +20,7 @@ from transformers import AutoConfig, PretrainedConfig
 from megatron_ac2.architecture import sparse_layers
 from megatron_ac2.config import Fp8Config, ParallelConfig
 from megatron_ac2.model import fp8 as fp8_training
-from megatron_ac2.model.chunks import chunks_of, groups_of, joined
+from megatron_ac2.model.chunks import joined
 from megatron_ac2.model.experts import expert_fields, expert_problems, layout_problems, refused_fields
 from megatron_ac2.model.families import family_of, refusals
 from megatron_ac2.model.fp8_linear import EmulatedFp8
@@ -251,36 +249,3 @@ def _layer_spec(config: TransformerConfig, topology: Topology, fp8: Fp8Config, v
     if config.num_moe_experts:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-
-
-def wrap_ddp(
-    model: torch.nn.Module, distributed_optimizer: bool, overlap: bool = False, bucket_size: int | None = None
-) -> torch.nn.Module:
-    """Megatron's DDP around the model, or around each of its chunks: gradients summed in fp32 over data-parallel ranks,
-    then divided by the global token count.
-
-    `overlap`: gradients are summed during the backward pass of the last microbatch, in buckets of at least
-    `bucket_size` parameters (None: Megatron's choice), and a distributed optimizer's new weights are gathered during
-    the next forward pass. Whoever reads weights in between calls model.chunks.gather_parameters.
-    """
-    config = model.config
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap and distributed_optimizer, bucket_size=bucket_size,
-    )  # fmt: skip
-    # Later chunks need no buckets: their communication has the other chunks' computation to hide behind.
-    with active(groups_of(model)):
-        wrapped = [
-            DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
-            for index, chunk in enumerate(chunks_of(model))
-        ]
-    config.finalize_model_grads_func = finalize_model_grads
-    if overlap:
-        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in wrapped])
-        config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in wrapped])
-    return joined(wrapped)
-
-
-def _one_or_all(functions: list[Callable[..., Any]]) -> Callable[..., Any] | list[Callable[..., Any]]:
-    """Megatron's schedules take a list for an interleaved pipeline only."""
-    return functions if len(functions) > 1 else functions[0]

@@ -42,7 +42,7 @@ class StepResult:
 
 
 class SharedWeightsOptimizer:
-    """Several named Adam states over the weights of one model, which is in Megatron's DDP (model.build.wrap_ddp).
+    """Several named Adam states over the weights of one model, which is in DDP (model/data_parallel.py).
 
     A checkpoint takes this object rather than its views, each of which stands for all of it: so it is saved once.
     """

@@ -207,4 +207,4 @@ def _check_scaling(model: torch.nn.Module) -> None:
     if not config.calculate_per_token_loss or config.grad_scale_func is not None:
         raise RuntimeError("training needs calculate_per_token_loss=True and no grad_scale_func (see training/step.py)")
     if config.finalize_model_grads_func is None:
-        raise RuntimeError("training needs finalize_model_grads_func: wrap the model with model.build.wrap_ddp")
+        raise RuntimeError("training needs finalize_model_grads_func: wrap the model with model.data_parallel.wrap_ddp")

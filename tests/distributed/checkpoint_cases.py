@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from megatron_ac2.config import OptimizerConfig, ParallelConfig
-from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
+from megatron_ac2.model.build import build_model, load_hf_config
 from megatron_ac2.model.checkpoint import latest, load_checkpoint, save_checkpoint
+from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights
 from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import init_topology, shutdown

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ac2.config import ParallelConfig
-from megatron_ac2.model.build import build_model, check_layout, load_hf_config, wrap_ddp
+from megatron_ac2.model.build import build_model, check_layout, load_hf_config
 from megatron_ac2.model.chunks import gpt_models, joined
+from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.hf_weights import load_hf_weights
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
 from tests.distributed.groups import leave_groups

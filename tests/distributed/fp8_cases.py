@@ -14,8 +14,9 @@ import torch.distributed as dist
 from transformers import Qwen3Config
 
 from megatron_ac2.config import Fp8Config, ParallelConfig
-from megatron_ac2.model.build import build_model, padded_vocab_size, wrap_ddp
+from megatron_ac2.model.build import build_model, padded_vocab_size
 from megatron_ac2.model.checkpoint_tensors import copy_to_host, load_model, write_tensors
+from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.hf_weights import export_hf_weights
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
 from tests.distributed.groups import leave_groups

@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from megatron_ac2.config import OptimizerConfig, ParallelConfig
-from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
+from megatron_ac2.model.build import build_model, load_hf_config
 from megatron_ac2.model.checkpoint import CheckpointSaver, Kept, load_checkpoint
 from megatron_ac2.model.checkpoint_files import complete_folders, is_whole
+from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.parallel.topology import init_topology, shutdown
 from megatron_ac2.training.optimizer import build_optimizer
 from tests.distributed.launch import free_port

@@ -15,8 +15,9 @@ from megatron_ac2.config import OptimizerConfig, ParallelConfig
 from megatron_ac2.memory.activations import Microbatch, chunk_bytes, ends_terms
 from megatron_ac2.memory.shapes import Widths, chunk_parameters, stage_chunks
 from megatron_ac2.memory.states import States, model_states, weight_bytes
-from megatron_ac2.model.build import build_model, check_layout, wrap_ddp
+from megatron_ac2.model.build import build_model, check_layout
 from megatron_ac2.model.chunks import chunks_of, gpt_models
+from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.experts import expert_tensor_degree, is_sparse
 from megatron_ac2.model.value_head import HEAD_OUTPUTS
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown

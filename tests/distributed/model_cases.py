@@ -18,8 +18,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import load_file
 
-from megatron_ac2.model.build import build_model, check_layout, load_hf_config, padded_vocab_size, wrap_ddp
+from megatron_ac2.model.build import build_model, check_layout, load_hf_config, padded_vocab_size
 from megatron_ac2.model.chunks import chunks_of, gpt_models, joined
+from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights, save_hf
 from megatron_ac2.model.modules import TorchAttention
 from megatron_ac2.parallel.collectives import all_ranks_agree, broadcast_object, gather_objects, reduce_scalars

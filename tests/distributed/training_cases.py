@@ -18,8 +18,9 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from megatron_ac2.config import ParallelConfig
-from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
+from megatron_ac2.model.build import build_model, load_hf_config
 from megatron_ac2.model.chunks import gpt_models
+from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights
 from megatron_ac2.parallel.collectives import all_ranks_agree
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown

@@ -18,8 +18,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_ac2.config import Config, ParallelConfig
-from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp
+from megatron_ac2.model.build import build_model, load_hf_config
 from megatron_ac2.model.checkpoint import load_checkpoint, save_checkpoint
+from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights
 from megatron_ac2.parallel.active import active
 from megatron_ac2.parallel.collectives import all_ranks_agree

@@ -12,7 +12,8 @@ import torch
 
 from megatron_ac2.config import Fp8Config, ParallelConfig
 from megatron_ac2.data.packing import pack
-from megatron_ac2.model.build import build_model, wrap_ddp
+from megatron_ac2.model.build import build_model
+from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
 from megatron_ac2.training.step import forward_backward, to_device, token_alignment
 from tests.gpu.test_fp8_cuda import MODEL
