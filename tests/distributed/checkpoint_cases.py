@@ -26,6 +26,7 @@ from megatron_ac2.training.context_parallel import held_part
 from megatron_ac2.training.optimizer import SharedWeightsOptimizer
 from megatron_ac2.training.step import forward_backward, forward_only
 from megatron_ac2.types import PackedBatch, UserError
+from tests.distributed.groups import leave_groups
 from tests.distributed.tiny_families import split_experts
 
 VOCAB = 250
@@ -165,6 +166,7 @@ def two_adams_case(folder: Path, layouts) -> None:
         trainee = Trainee(folder, layout, distributed)
         assert_traces(trainee.train(0, len(ORDER)), trace, 2e-5, what)
         assert_weights(trainee.weights(), weights, 2e-5, what)
+        leave_groups()
 
 
 def value_norms_case(folder: Path) -> None:
@@ -405,6 +407,7 @@ def main() -> None:
     for name, case in cases.items():
         start = time.monotonic()
         case()
+        leave_groups()
         if dist.get_rank() == 0:
             print(f"passed {name} ({time.monotonic() - start:.1f} s)", flush=True)
     shutdown()
