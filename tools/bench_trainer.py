@@ -63,12 +63,13 @@ def hf_config(size: str) -> LlamaConfig:
 
 
 def sequences(num_tokens: int) -> list[np.ndarray]:
-    """Ragged, as an engine's chunks are: lengths between an eighth and a half of the microbatch."""
-    rng, found = np.random.default_rng(0), []
-    while num_tokens > 0:
-        length = min(num_tokens, int(rng.integers(num_tokens // 8 + 2, num_tokens // 2 + 3)))
-        found.append(rng.integers(0, VOCAB, max(length, 2)))
-        num_tokens -= length
+    """Ragged, as an engine's chunks are: lengths between a sixteenth and a quarter of a step's tokens."""
+    rng, found, left = np.random.default_rng(0), [], num_tokens
+    while left > 0:
+        length = min(left, int(rng.integers(num_tokens // 16, num_tokens // 4)))
+        length = length if left - length >= num_tokens // 16 else left
+        found.append(rng.integers(0, VOCAB, length))
+        left -= length
     return found
 
 
@@ -204,7 +205,12 @@ class PeakMemory:
 def in_fresh_process(case: str, folder: Path, dtype: str, arguments: argparse.Namespace) -> dict[str, float] | str:
     ranks = 2 if case.endswith("2") else 1
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [*(launcher if ranks > 1 else [sys.executable]), __file__, "--case", json.dumps([case, str(folder), dtype])]
+    command = [
+        *(launcher if ranks > 1 else [sys.executable]),
+        __file__,
+        "--case",
+        json.dumps([case, str(folder), dtype]),
+    ]
     for name in ("tokens", "repeats", "threads"):
         command += [f"--{name}", str(getattr(arguments, name))]
     threads = str(arguments.threads)
@@ -228,7 +234,9 @@ def report(results: dict[str, dict[str, float] | str], tokens: int) -> None:
                 f"CPU {found['cpu']:7.3f} s  peak {found['peak']:5.2f} GiB  loss {found['loss']:.4f}")  # fmt: skip
         if case.startswith("ours") and hf:
             wall = min(other["seconds"] for other in hf) / found["seconds"]
-            line += f"  {wall:.2f}x hf by the clock, {min(other['cpu'] for other in hf) / found['cpu']:.2f}x by CPU time"
+            line += (
+                f"  {wall:.2f}x hf by the clock, {min(other['cpu'] for other in hf) / found['cpu']:.2f}x by CPU time"
+            )
         print(line, flush=True)
 
 

@@ -128,14 +128,21 @@ class VocabTile:
         mass = torch.zeros(tile.shape[1], dtype=self.accumulator, device=tile.device)
         moment = torch.zeros_like(mass)
         scratch = tile.new_empty(2, min(self._step, self.columns), tile.shape[1])
+        # A CPU's sum of half precision widens a copy first: into memory that is there, or it faults in fresh pages.
+        wide = torch.empty_like(scratch[0], dtype=self.accumulator) if tile.device.type == "cpu" else None
         for block in self._blocks():
             logits, (weights, products) = tile[block], scratch[:, : block.stop - block.start]
             torch.exp(logits, out=weights)
-            mass += weights.sum(0, dtype=self.accumulator)
-            moment += torch.mul(weights, logits, out=products).sum(0, dtype=self.accumulator)
+            mass += self._column_sums(weights, wide)
+            moment += self._column_sums(torch.mul(weights, logits, out=products), wide)
             if not self.keep_logits:
                 logits.copy_(weights)
         return mass, moment
+
+    def _column_sums(self, block: Tensor, wide: Tensor | None) -> Tensor:
+        if wide is not None and block.dtype != wide.dtype:
+            block = wide[: len(block)].copy_(block)
+        return block.sum(0, dtype=self.accumulator)
 
     def _pick(self, tile: Tensor, ids: Tensor) -> Tensor:
         return tile[ids, _positions(ids)].to(self.accumulator)

@@ -38,7 +38,9 @@ class AdamState:
                 group["betas"] = tuple(self.config.betas)
                 group["eps"] = self.config.eps
                 group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
-                if not _counts_per_parameter(part):
+                if _counts_per_parameter(part):
+                    group["fused"] = True  # one pass over weights, gradients and moments
+                else:
                     group["step"] = self.num_steps
 
     def state_dict(self) -> dict[str, float]:
