@@ -8,9 +8,9 @@ hf       transformers' model of the same weights, its own loss, sdpa, torch's fu
 tp2/dp2  two ranks with as many threads each; hf's two ranks are DDP
 
 The same ragged sequences and next-token loss for all; each line's first loss is printed, they agree to rounding. Wall
-time is the best of --repeats steps after a first one, CPU time (user) the mean over the same steps, summed over ranks: on
-a machine that others use, compare CPU times. Memory is a rank's, above what it held after its imports, sampled while it
-steps. Final figures need a quiet machine.
+time is the best of --repeats steps after a first one. CPU time, user + system, is the mean over the same steps, summed
+over ranks: on a machine that others use, compare that; final figures need a quiet one. Memory is a rank's, above what
+it held after its imports, sampled while it steps.
 """
 
 from __future__ import annotations
@@ -157,15 +157,17 @@ def run_case(case: str, folder: Path, dtype: str, arguments: argparse.Namespace)
         return profile(trainee.step)
     first = trainee.step()
     with PeakMemory() as memory:
-        start = os.times().user
+        start = os.times()
         seconds = [timed(trainee.step) for _ in range(arguments.repeats)]
-        cpu = (os.times().user - start) / arguments.repeats
-    found = torch.tensor([cpu, memory.peak - base], dtype=torch.float64)
+        user, system = os.times().user - start.user, os.times().system - start.system
+    found = torch.tensor([user, system, memory.peak - base], dtype=torch.float64)
     if dist.is_initialized():
         gathered = [torch.zeros_like(found) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, found)
-        cpu, found[1] = sum(x[0].item() for x in gathered), max(x[1].item() for x in gathered)
-    return {"seconds": min(seconds), "cpu": cpu, "peak": found[1].item() / GIB, "loss": first}
+        found = torch.cat([sum(gathered)[:2], torch.stack(gathered).amax(0)[2:]])
+    user, system, peak = found.tolist()
+    each = {"user": user / arguments.repeats, "system": system / arguments.repeats}
+    return {"seconds": min(seconds), **each, "peak": peak / GIB, "loss": first}
 
 
 def profile(function: Callable[[], object]) -> dict[str, float]:
@@ -230,8 +232,11 @@ def report(results: dict[str, dict[str, float] | str], tokens: int) -> None:
         if isinstance(found, str):
             print(f"  {case:14s} {found}", flush=True)
             continue
-        line = (f"  {case:14s} {tokens / found['seconds']:8.0f} tokens/s  step {found['seconds']:7.3f} s  "
-                f"CPU {found['cpu']:7.3f} s  peak {found['peak']:5.2f} GiB  loss {found['loss']:.4f}")  # fmt: skip
+        rate, wall = tokens / found["seconds"], found["seconds"]
+        line = (
+            f"  {case:14s} {rate:8.0f} tokens/s  step {wall:7.3f} s  CPU {found['user']:7.3f} + {found['system']:.3f} s"
+        )
+        line += f"  peak {found['peak']:5.2f} GiB  loss {found['loss']:.4f}"
         if case.startswith("ours") and hf:
             wall = min(other["seconds"] for other in hf) / found["seconds"]
             line += (
