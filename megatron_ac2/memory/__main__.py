@@ -28,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about apex
-        from megatron_ac2.memory.plan import CARDS, as_dict
         from megatron_ac2.memory.question import read_question
         from megatron_ac2.memory.report import show
+        from megatron_ac2.memory.result import CARDS, as_dict
     try:
         paths, overrides = split_arguments(rest)
         question = read_question(load_config(paths, overrides), options.gpus)

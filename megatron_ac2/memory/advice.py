@@ -68,8 +68,7 @@ def _candidates(config: Config) -> Iterator[dict[str, Any]]:
     for offload in ("optimizer", "all"):
         if config.run.offload not in (offload, "all"):
             yield {"run.offload": offload}
-    if hasattr(parallel, "context"):
-        yield {"parallel.context": 2 * parallel.context}
+    yield {"parallel.context": 2 * parallel.context}
     yield {"parallel.tensor": 2 * tensor, "parallel.sequence": True}
     yield {"parallel.pipeline": 2 * parallel.pipeline}
     for section in ("actor", "critic"):

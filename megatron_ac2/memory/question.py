@@ -12,7 +12,8 @@ from transformers import PretrainedConfig
 
 from megatron_ac2.config import Config, ParallelConfig, critic_kind, critic_parallel
 from megatron_ac2.config_checks import check_config, get
-from megatron_ac2.memory.plan import MemoryPlan, plan_memory
+from megatron_ac2.memory.plan import plan_memory
+from megatron_ac2.memory.result import MemoryPlan
 from megatron_ac2.model.build import check_layout, load_hf_config
 from megatron_ac2.model.experts import expert_tensor_degree
 from megatron_ac2.parallel.topology import check_world

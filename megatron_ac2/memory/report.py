@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ac2.memory.advice import Change, changes, together
-from megatron_ac2.memory.plan import CARDS, Item, MemoryPlan, Stage
 from megatron_ac2.memory.question import Question
+from megatron_ac2.memory.result import CARDS, Item, MemoryPlan, Stage, total
 from megatron_ac2.perf import gib
 
 _SHOWN = 3  # single changes
@@ -49,7 +49,7 @@ def _rows(stage: Stage) -> Iterator[tuple[str, ...]]:
     yield from map(_row, stage.resident)
     yield "resident", gib(stage.resident_bytes), ""
     for name, items in stage.phases.items():
-        yield f"{name}, besides", gib(sum(item.num_bytes for item in items)), ""
+        yield f"{name}, besides", gib(total(items)), ""
         yield from (_row(item, "  ") for item in items)
     yield f"peak, in {stage.worst_phase}", gib(stage.peak_bytes), ""
 

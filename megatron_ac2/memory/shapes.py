@@ -102,7 +102,7 @@ def stage_chunks(hf_config: PretrainedConfig, parallel: ParallelConfig, stage: i
 
 def virtual_pipeline(parallel: ParallelConfig) -> int:
     """Chunks a pipeline rank holds."""
-    return getattr(parallel, "virtual_pipeline", None) or 1
+    return parallel.virtual_pipeline or 1
 
 
 def chunk_parameters(

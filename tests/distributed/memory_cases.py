@@ -57,6 +57,7 @@ LAYOUTS = {
         ParallelConfig(pipeline=2),
         ParallelConfig(pipeline=2, virtual_pipeline=2),
         ParallelConfig(expert=2),
+        ParallelConfig(context=2),
     ],
 }
 RECOMPUTE = (
@@ -168,8 +169,8 @@ def run_layout(parallel: ParallelConfig) -> None:
                 check_states(hf_config(family, True), topology, parallel, dtype, distributed, None)
             check_states(hf_config(family, False), topology, parallel, dtype, True, None)
             check_states(hf_config(family, True), topology, parallel, dtype, True, "two_hot")
-            # Of one chunk; and with shared experts the router's choice decides.
-            counted_here = parallel.expert == 1 and not parallel.virtual_pipeline
+            # Of one chunk; with shared experts the router's choice decides; context ranks gather keys here on CPU.
+            counted_here = parallel.expert == parallel.context == 1 and not parallel.virtual_pipeline
             for extra in RECOMPUTE if counted_here else ():
                 check_activations(hf_config(family, False), topology, parallel, dtype, extra)
     leave_groups()

@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from megatron_ac2.config import Config, ParallelConfig
@@ -18,8 +20,9 @@ from megatron_ac2.memory.__main__ import main
 from megatron_ac2.memory.activations import Microbatch, chunk_bytes, in_flight, layer_terms
 from megatron_ac2.memory.advice import changes, together
 from megatron_ac2.memory.engine import EngineMemory, block_bytes, engine_weights
-from megatron_ac2.memory.plan import CARDS, RESERVE, plan_memory
+from megatron_ac2.memory.plan import RESERVE, plan_memory
 from megatron_ac2.memory.question import Question, fewest_gpus, read_question
+from megatron_ac2.memory.result import CARDS
 from megatron_ac2.memory.shapes import Chunk, Parameter, Widths
 from megatron_ac2.memory.states import States, model_states
 from megatron_ac2.perf import GIB
@@ -66,9 +69,16 @@ def test_ranges_cover_every_number_once():
         assert sum(states.moments for states in found) == 8 * sum(p.numel for p in parameters)
 
 
-@pytest.mark.parametrize(("pipeline", "stage", "expected"), [(1, 0, 1), (4, 0, 4), (4, 3, 1)])
-def test_one_forward_one_backward_keeps_a_microbatch_for_each_stage_behind(pipeline, stage, expected):
-    assert in_flight(ParallelConfig(pipeline=pipeline), stage) == expected
+@pytest.mark.parametrize("chunks", [None, 2, 3])
+@pytest.mark.parametrize("pipeline", [2, 4])
+def test_passes_in_flight_are_those_of_megatrons_schedule(pipeline, chunks):
+    """Its warm-up, and the forward pass that comes before the first backward pass."""
+    for stage in range(pipeline):
+        group = SimpleNamespace(size=lambda: pipeline, rank=lambda stage=stage: stage)
+        place = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=chunks)
+        _, _, warmup, _ = get_pp_rank_microbatches(64, chunks or 1, pipeline, p2p_communicator=place)
+        parallel = ParallelConfig(pipeline=pipeline, virtual_pipeline=chunks)
+        assert in_flight(parallel, stage) == warmup + 1
 
 
 def test_layer_terms_by_hand():
