@@ -37,7 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ac2.config import OptimizerConfig, ParallelConfig  # noqa: E402
 from megatron_ac2.data.packing import pack, plan_microbatches  # noqa: E402
-from megatron_ac2.model.build import build_model, load_hf_config, wrap_ddp  # noqa: E402
+from megatron_ac2.model.build import build_model, load_hf_config  # noqa: E402
+from megatron_ac2.model.data_parallel import wrap_ddp  # noqa: E402
 from megatron_ac2.model.hf_weights import load_hf_weights  # noqa: E402
 from megatron_ac2.parallel.topology import init_topology, shutdown  # noqa: E402
 from megatron_ac2.training import step  # noqa: E402
