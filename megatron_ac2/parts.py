@@ -11,7 +11,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from megatron_ac2.algorithm.value_prompt import PROMPT_HASH
-from megatron_ac2.config import Config, ParallelConfig, critic_kind, critic_parallel
+from megatron_ac2.config import Config, critic_kind, critic_parallel
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.data.graders import RuleGrader
 from megatron_ac2.engine.engine import ColocatedEngine
 from megatron_ac2.inputs import Inputs, read_inputs, stop_token_ids

@@ -24,8 +24,9 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_ac2.algorithm.value_losses import value_bce_loss
-from megatron_ac2.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_ac2.config import ModelConfig
 from megatron_ac2.config_file import load_config, split_arguments
+from megatron_ac2.config_training import OptimizerConfig, ParallelConfig
 from megatron_ac2.data.packing import pack
 from megatron_ac2.data.worked import WorkedSolution, load_worked, step_values
 from megatron_ac2.entry import run_entry_point

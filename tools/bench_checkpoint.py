@@ -23,7 +23,7 @@ from transformers import Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ac2.config import OptimizerConfig, ParallelConfig  # noqa: E402
+from megatron_ac2.config_training import OptimizerConfig, ParallelConfig  # noqa: E402
 from megatron_ac2.model.build import build_model  # noqa: E402
 from megatron_ac2.model.checkpoint import CheckpointSaver, Kept, latest  # noqa: E402
 from megatron_ac2.model.checkpoint_manifest import read_manifest  # noqa: E402

@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ac2.config import OptimizerConfig, ParallelConfig  # noqa: E402
+from megatron_ac2.config_training import OptimizerConfig, ParallelConfig  # noqa: E402
 from megatron_ac2.data.packing import pack, plan_microbatches  # noqa: E402
 from megatron_ac2.model.build import build_model, load_hf_config  # noqa: E402
 from megatron_ac2.model.data_parallel import wrap_ddp  # noqa: E402

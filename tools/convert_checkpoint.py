@@ -27,7 +27,7 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PretrainedConfig
 
-from megatron_ac2.config import ParallelConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.model.build import build_model, check_layout, load_hf_config
 from megatron_ac2.model.chunks import load_state, sharded_state
 from megatron_ac2.model.hf_files import VALUE_HEAD_FILE, HfReader, copy_tokenizer

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ac2.config import Fp8Config, ParallelConfig  # noqa: E402
+from megatron_ac2.config_training import Fp8Config, ParallelConfig  # noqa: E402
 from megatron_ac2.data.packing import pack  # noqa: E402
 from megatron_ac2.data.worked import load_worked  # noqa: E402
 from megatron_ac2.kernels.vocab_logprobs import token_logprobs  # noqa: E402

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_ac2.config import ParallelConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.memory.shapes import Chunk, Widths, virtual_pipeline
 
 Modules = Literal["torch", "transformer_engine"]

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 import torch
 from transformers import PretrainedConfig
 
-from megatron_ac2.config import Config, OptimizerConfig, ParallelConfig, critic_kind, critic_parallel
+from megatron_ac2.config import Config, critic_kind, critic_parallel
+from megatron_ac2.config_training import OptimizerConfig, ParallelConfig
 from megatron_ac2.memory import activations
 from megatron_ac2.memory.activations import Microbatch, Modules
 from megatron_ac2.memory.engine import EngineMemory

@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from megatron_ac2.architecture import sparse_layers
-from megatron_ac2.config import ParallelConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.model.build import padded_vocab_size
 from megatron_ac2.model.experts import expert_tensor_degree, is_sparse
 from megatron_ac2.model.families import family_of

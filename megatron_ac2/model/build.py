@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig, PretrainedConfig
 
 from megatron_ac2.architecture import sparse_layers
-from megatron_ac2.config import Fp8Config, ParallelConfig
+from megatron_ac2.config_training import Fp8Config, ParallelConfig
 from megatron_ac2.model import fp8 as fp8_training
 from megatron_ac2.model.chunks import joined
 from megatron_ac2.model.experts import expert_fields, expert_problems, layout_problems, refused_fields

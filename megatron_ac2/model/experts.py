@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from megatron_ac2.architecture import sparse_layers
-from megatron_ac2.config import ParallelConfig
+from megatron_ac2.config_training import ParallelConfig
 
 # Fields of TransformerConfig that change what is computed, or the gradient, behind the loss's back.
 _NOT_WITH_RL = {

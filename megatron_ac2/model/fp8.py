@@ -15,7 +15,7 @@ import torch
 from megatron.core.utils import is_te_min_version
 from transformers import PretrainedConfig
 
-from megatron_ac2.config import Fp8Config, ParallelConfig
+from megatron_ac2.config_training import Fp8Config, ParallelConfig
 from megatron_ac2.model.experts import expert_tensor_degree, is_sparse, sparse_layers
 from megatron_ac2.model.hf_table import head_dim
 

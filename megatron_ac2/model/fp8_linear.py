@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_ac2.config import Fp8Config
+from megatron_ac2.config_training import Fp8Config
 from megatron_ac2.model.fp8 import backward_format
 from megatron_ac2.model.fp8_rounding import Operand, largest, largest_magnitude, round_operand, round_scaled
 from megatron_ac2.parallel.megatron_versions import parts_of, with_parts

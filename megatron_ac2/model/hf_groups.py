@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from megatron_ac2.config import ParallelConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.model.families import Rule
 from megatron_ac2.model.hf_files import HfReader
 from megatron_ac2.model.hf_table import Table, head_dim

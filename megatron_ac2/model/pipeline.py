@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from megatron_ac2.config import ParallelConfig
+from megatron_ac2.config_training import ParallelConfig
 
 
 def pipeline_fields(parallel: ParallelConfig) -> dict[str, Any]:

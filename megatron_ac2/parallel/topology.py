@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megatron_ac2.config import ParallelConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.parallel import cpu
 from megatron_ac2.parallel.active import another_layout, forget_layouts, register
 from megatron_ac2.types import UserError

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron_ac2.config import OptimizerConfig
+from megatron_ac2.config_training import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -22,7 +22,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from megatron_ac2.config import OptimizerConfig
+from megatron_ac2.config_training import OptimizerConfig
 from megatron_ac2.model.chunks import chunks_of, groups_of, named_parameters
 from megatron_ac2.parallel.active import active, in_own_layout
 from megatron_ac2.parallel.host_memory import check_here

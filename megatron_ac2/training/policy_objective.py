@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ac2.algorithm.objective import PolicyObjective, PolicyTokens, policy_loss
-from megatron_ac2.config import ActorConfig
+from megatron_ac2.config_training import ActorConfig
 from megatron_ac2.data.packing import num_sequences, sequence_ids
 from megatron_ac2.kernels.chunk_loss import Objective
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs, restricted_logprobs

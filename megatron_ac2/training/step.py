@@ -32,7 +32,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
-from megatron_ac2.config import Fp8Config
+from megatron_ac2.config_training import Fp8Config
 from megatron_ac2.data.packing import plan_microbatches
 from megatron_ac2.model.chunks import chunks_of
 from megatron_ac2.model.fp8 import token_multiple

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megatron_ac2.algorithm.value_losses import two_hot_value, value_bce_loss, value_mse_loss, value_two_hot_loss
-from megatron_ac2.config import CriticConfig
+from megatron_ac2.config_training import CriticConfig
 from megatron_ac2.training import step
 from megatron_ac2.types import DenseExample, PackedBatch
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from megatron_ac2.config import OptimizerConfig, ParallelConfig
+from megatron_ac2.config_training import OptimizerConfig, ParallelConfig
 from megatron_ac2.model.build import build_model, load_hf_config
 from megatron_ac2.model.checkpoint import latest, load_checkpoint, save_checkpoint
 from megatron_ac2.model.data_parallel import wrap_ddp

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ac2.config import ParallelConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.model.build import build_model, check_layout, load_hf_config
 from megatron_ac2.model.chunks import gpt_models, joined
 from megatron_ac2.model.data_parallel import wrap_ddp

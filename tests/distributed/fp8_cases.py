@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config
 
-from megatron_ac2.config import Fp8Config, ParallelConfig
+from megatron_ac2.config_training import Fp8Config, ParallelConfig
 from megatron_ac2.model.build import build_model, padded_vocab_size
 from megatron_ac2.model.checkpoint_tensors import copy_to_host, load_model, write_tensors
 from megatron_ac2.model.data_parallel import wrap_ddp

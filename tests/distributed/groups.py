@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_ac2.config import ParallelConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.parallel.active import forget_layouts, layouts
 
 

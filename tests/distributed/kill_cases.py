@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_ac2.config import OptimizerConfig, ParallelConfig
+from megatron_ac2.config_training import OptimizerConfig, ParallelConfig
 from megatron_ac2.model.build import build_model, load_hf_config
 from megatron_ac2.model.checkpoint import CheckpointSaver, Kept, load_checkpoint
 from megatron_ac2.model.checkpoint_files import complete_folders, is_whole

@@ -11,7 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from megatron_ac2.config import OptimizerConfig, ParallelConfig
+from megatron_ac2.config_training import OptimizerConfig, ParallelConfig
 from megatron_ac2.memory.activations import Microbatch, chunk_bytes, ends_terms
 from megatron_ac2.memory.shapes import Widths, chunk_parameters, stage_chunks
 from megatron_ac2.memory.states import States, model_states, weight_bytes

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ac2.config import ParallelConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.model.build import build_model
 from megatron_ac2.model.checkpoint import load_checkpoint, save_checkpoint
 from megatron_ac2.model.chunks import chunks_of, gpt_models

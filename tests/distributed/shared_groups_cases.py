@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ac2.config import ParallelConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.model.build import build_model, load_hf_config
 from megatron_ac2.model.checkpoint_tensors import copy_to_host, load_model, write_tensors
 from megatron_ac2.model.hf_weights import load_hf_weights

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from megatron_ac2.config import ParallelConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.model.build import build_model, load_hf_config
 from megatron_ac2.model.chunks import gpt_models
 from megatron_ac2.model.data_parallel import wrap_ddp

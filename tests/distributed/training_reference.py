@@ -11,7 +11,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_ac2.algorithm import value_prompt
-from megatron_ac2.config import Config, OptimizerConfig
+from megatron_ac2.config import Config
+from megatron_ac2.config_training import OptimizerConfig
 from megatron_ac2.types import CriticExample, CriticState, DenseExample, Problem, TrainSequence
 from tools.prepare_quickstart import train_tokenizer
 

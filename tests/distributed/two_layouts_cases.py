@@ -17,7 +17,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron_ac2.config import Config, ParallelConfig
+from megatron_ac2.config import Config
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.model.build import build_model, load_hf_config
 from megatron_ac2.model.checkpoint import load_checkpoint, save_checkpoint
 from megatron_ac2.model.data_parallel import wrap_ddp

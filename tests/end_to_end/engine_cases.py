@@ -30,7 +30,8 @@ from tiny_qwen3 import (
 
 from megatron_ac2.algorithm.soft_value import reply_tree, soft_value
 from megatron_ac2.algorithm.value_prompt import GRID
-from megatron_ac2.config import EngineConfig, ParallelConfig
+from megatron_ac2.config import EngineConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.engine.engine import ColocatedEngine, WeightSyncError
 from megatron_ac2.engine.reshard import publish
 from megatron_ac2.engine.rounding import quantise_dequantise

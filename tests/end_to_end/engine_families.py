@@ -15,7 +15,8 @@ import torch
 from tiny_qwen3 import STOP_ID, logprob_gap, make_prompt
 from transformers import AutoModelForCausalLM
 
-from megatron_ac2.config import EngineConfig, ParallelConfig
+from megatron_ac2.config import EngineConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.engine.engine import ColocatedEngine, WeightSyncError
 from megatron_ac2.engine.reshard import publish
 from megatron_ac2.model.build import build_model, load_hf_config

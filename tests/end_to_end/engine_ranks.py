@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from tiny_qwen3 import STOP_ID, logprob_gap, make_model, make_prompt, named_tensors, save_model
 
-from megatron_ac2.config import EngineConfig, ParallelConfig
+from megatron_ac2.config import EngineConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.engine.engine import ColocatedEngine, WeightSyncError
 from megatron_ac2.engine.requests import divide_requests, pack_samples
 from megatron_ac2.parallel.collectives import all_ranks_agree, barrier, broadcast_object, gather_objects

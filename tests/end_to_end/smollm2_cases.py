@@ -12,7 +12,8 @@ import sys
 import numpy as np
 import torch
 
-from megatron_ac2.config import EngineConfig, ParallelConfig
+from megatron_ac2.config import EngineConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.engine.engine import ColocatedEngine
 from megatron_ac2.model.build import build_model, load_hf_config
 from megatron_ac2.model.hf_weights import load_hf_weights

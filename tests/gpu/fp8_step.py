@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import torch
 
-from megatron_ac2.config import Fp8Config, ParallelConfig
+from megatron_ac2.config_training import Fp8Config, ParallelConfig
 from megatron_ac2.data.packing import pack
 from megatron_ac2.model.build import build_model
 from megatron_ac2.model.data_parallel import wrap_ddp

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from megatron_ac2.config import Fp8Config, ParallelConfig
+from megatron_ac2.config_training import Fp8Config, ParallelConfig
 from megatron_ac2.model.build import transformer_config
 from megatron_ac2.model.fp8 import RECIPES, backward_format, why_unsupported
 from megatron_ac2.model.fp8_rounding import round_operand

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_ac2.config import ParallelConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.model.build import check_layout, load_hf_config, padded_vocab_size, transformer_config
 from megatron_ac2.model.families import FAMILIES
 from megatron_ac2.model.hf_table import Table

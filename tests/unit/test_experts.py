@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ac2.architecture import sparse_layers
-from megatron_ac2.config import ParallelConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.model.build import check_layout, load_hf_config, transformer_config
 from megatron_ac2.model.hf_table import Table
 from megatron_ac2.parallel.topology import check_world

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from megatron_ac2.config import Fp8Config, ParallelConfig
+from megatron_ac2.config_training import Fp8Config, ParallelConfig
 from megatron_ac2.model import fp8 as fp8_training
 from megatron_ac2.model.build import transformer_config
 from megatron_ac2.model.fp8 import RECIPES, fp8_problems, megatron_fields, token_multiple, why_unsupported

@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from megatron_ac2.config import Fp8Config, ParallelConfig
+from megatron_ac2.config_training import Fp8Config, ParallelConfig
 from megatron_ac2.data.packing import pack
 from megatron_ac2.model.build import build_model, transformer_config
 from megatron_ac2.model.fp8_linear import DelayedScales, EmulatedFp8, Fp8ColumnParallelLinear, Fp8RowParallelLinear

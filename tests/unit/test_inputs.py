@@ -11,7 +11,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from megatron_ac2.algorithm.value_prompt import build_value_prompt
-from megatron_ac2.config import Config, ParallelConfig
+from megatron_ac2.config import Config
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.inputs import read_inputs, stop_token_ids
 from megatron_ac2.types import UserError
 from tools.prepare_quickstart import base_config, prepare

@@ -14,8 +14,9 @@ import yaml
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from megatron_ac2.config import Config, ParallelConfig
+from megatron_ac2.config import Config
 from megatron_ac2.config_file import load_config
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.memory.__main__ import main
 from megatron_ac2.memory.activations import Microbatch, chunk_bytes, in_flight, layer_terms
 from megatron_ac2.memory.advice import changes, together

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_ac2.config import Config, ParallelConfig
+from megatron_ac2.config import Config
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.state import identity
 from megatron_ac2.types import Problem
 

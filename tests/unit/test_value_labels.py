@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ac2.config import Config, CriticConfig
+from megatron_ac2.config import Config
+from megatron_ac2.config_training import CriticConfig
 from megatron_ac2.data.packing import pack
 from megatron_ac2.model.value_head import HEAD_OUTPUTS, ValueHead
 from megatron_ac2.training.value_head_critic import ValueHeadCritic, context_problems
