@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.memory.shapes import Chunk, Widths, virtual_pipeline
+from megatron_ac2.parallel.megatron_versions import routing_bytes_per_expert
 
 Modules = Literal["torch", "transformer_engine"]
 Terms = dict[str, int]  # what is kept -> bytes
@@ -58,9 +59,9 @@ def dispatched_tokens(w: Widths, batch: Microbatch) -> int:
 def _expert_terms(w: Widths, batch: Microbatch, modules: Modules, options: Mapping[str, Any]) -> Terms:
     """Megatron's dropless all-to-all: each chosen expert reads a copy of the token."""
     local, read, size = batch.local_tokens, dispatched_tokens(w, batch), batch.itemsize
-    # Chosen experts and the order of the copies, int64; of all experts, which are chosen and how likely; the softmax.
+    # Chosen experts and the order of the copies, int64; what is kept of all experts; the softmax.
     softmax = w.num_experts if w.probs_of_all else w.chosen
-    router = local * (w.chosen * (8 + 8) + w.num_experts * (1 + _FP32) + softmax * _FP32)
+    router = local * (w.chosen * (8 + 8) + w.num_experts * routing_bytes_per_expert() + softmax * _FP32)
     fused = modules != "torch" and options.get("bias_activation_fusion")
     # Gate and up, their product weighed by the router; unfused also silu(gate), up + 0, the product before.
     ffn = 3 if fused else 6

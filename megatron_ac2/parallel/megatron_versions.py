@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 # The tests pass with these. Others may do, but we also call what Megatron changes without notice.
@@ -31,3 +32,11 @@ def with_parts(builder: Any, parts: Any) -> Any:
     if isinstance(builder, functools.partial):
         return functools.partial(builder.func, *builder.args, **{**builder.keywords, "submodules": parts})
     return dataclasses.replace(builder, submodules=parts)
+
+
+def routing_bytes_per_expert() -> int:
+    """What the dropless permutation keeps for the backward pass, for each token and expert: the place of each choice in
+    the order of all, int64; before 0.19 whether the expert is chosen, and how likely it is, in fp32."""
+    from megatron.core.transformer.moe.moe_utils import permute
+
+    return 8 if "tokens_per_expert" in inspect.signature(permute).parameters else 1 + 4
