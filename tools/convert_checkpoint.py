@@ -5,18 +5,24 @@
 
 A torch_dist checkpoint has no layout of its own: --tensor, --pipeline, --virtual-pipeline, --expert say how the model
 is cut while it is converted (one too large for one process), and the result loads into any other. The Megatron folder
-also keeps config.json and the tokenizer in hf/, and what else is needed to come back in conversion.json. --verify reads
-the result back and compares every tensor bit for bit (after rounding, if --dtype asks for it). A conversion that fails
-leaves nothing at OUT.
+also keeps config.json and the tokenizer in hf/, and what else is needed to come back in conversion.json. A conversion
+that fails leaves nothing at OUT.
+
+--verify reads the result back. Every tensor must be equal bit for bit (after rounding, if --dtype asks for it), and on
+a few tokens the logits those of transformers to the dtype's rounding; of a value head the values, against the trunk and
+the head in plain torch.
+
+Memory, of one process with the whole model: above its imports @MEASURED@
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +33,18 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PretrainedConfig
 
-from megatron_ac2.config_training import ParallelConfig
-from megatron_ac2.model.build import build_model, check_layout, load_hf_config
-from megatron_ac2.model.chunks import load_state, sharded_state
-from megatron_ac2.model.hf_files import VALUE_HEAD_FILE, HfReader, copy_tokenizer
-from megatron_ac2.model.hf_table import VALUE_HEAD
-from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights, save_hf
-from megatron_ac2.parallel.collectives import barrier, gather_objects
-from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
-from megatron_ac2.types import UserError
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ac2.config_training import ParallelConfig  # noqa: E402
+from megatron_ac2.model.build import build_model, check_layout, load_hf_config  # noqa: E402
+from megatron_ac2.model.chunks import load_state, sharded_state  # noqa: E402
+from megatron_ac2.model.hf_files import VALUE_HEAD_FILE, HfReader, copy_tokenizer  # noqa: E402
+from megatron_ac2.model.hf_table import VALUE_HEAD  # noqa: E402
+from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights, save_hf  # noqa: E402
+from megatron_ac2.parallel.collectives import barrier, gather_objects  # noqa: E402
+from megatron_ac2.parallel.topology import Topology, init_topology, shutdown  # noqa: E402
+from megatron_ac2.types import UserError  # noqa: E402
+from tools.compare_logits import check_logits  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NOTE = "conversion.json"
@@ -55,16 +64,9 @@ class Source:
     parallel: ParallelConfig
 
 
-def main() -> int:
-    arguments = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        source = read_source(arguments)
-        topology = init_topology(source.parallel, seed=0)
-        convert = to_megatron if arguments.direction == "to-megatron" else to_hf
-        with staging(arguments.out, topology) as unfinished:
-            convert(source, topology, unfinished, arguments.verify)
-        if topology.rank == 0:
-            print(f"{arguments.out}: written{', verified bit for bit' if arguments.verify else ''}")
+        convert(arguments)
     except UserError as error:
         print(error, file=sys.stderr)
         return 1
@@ -73,7 +75,21 @@ def main() -> int:
     return 0
 
 
-def parse_arguments() -> argparse.Namespace:
+def convert(arguments: Sequence[str] | None = None) -> None:
+    """One conversion in this process, after which another may follow. Raises `UserError`."""
+    options = parse_arguments(arguments)
+    source = read_source(options)
+    topology = init_topology(source.parallel, seed=0)
+    direction = to_megatron if options.direction == "to-megatron" else to_hf
+    with staging(options.out, topology) as unfinished:
+        difference = direction(source, topology, unfinished, options.verify)
+    if topology.rank == 0:
+        what = "values" if source.head == "value" else "logits"
+        verified = f", verified bit for bit, {what} as transformers' to {difference:.0e}" if options.verify else ""
+        print(f"{options.out}: written{verified}")
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("direction", choices=("to-megatron", "to-hf"))
     parser.add_argument("source", type=Path)
@@ -84,8 +100,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--expert", type=int, default=1, help="ranks that share out the experts")
     parser.add_argument("--expert-tensor", type=int, help="ranks that an expert is cut over; default: as --tensor")
     parser.add_argument("--dtype", choices=DTYPES, help="to-megatron: of the weights; default: as in the source")
-    parser.add_argument("--verify", action="store_true", help="read the result back and compare bit for bit")
-    return parser.parse_args()
+    parser.add_argument("--verify", action="store_true", help="read the result back: bits, and logits")
+    return parser.parse_args(arguments)
 
 
 def read_source(arguments: argparse.Namespace) -> Source:
@@ -140,7 +156,8 @@ def staging(out: Path, topology: Topology) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def to_megatron(source: Source, topology: Topology, out: Path, verify: bool) -> None:
+def to_megatron(source: Source, topology: Topology, out: Path, verify: bool) -> float:
+    """What `verified` returns; nan without `verify`."""
     model = new_model(source, topology)
     load_hf_weights(model, source.hf_config, topology, source.folder)
     dist_checkpointing.save(sharded_model(model, topology), str(out))
@@ -150,16 +167,21 @@ def to_megatron(source: Source, topology: Topology, out: Path, verify: bool) -> 
         copy_tokenizer(source.folder, out / _HF)
         (out / _NOTE).write_text(json.dumps(note))
     barrier()
-    if verify:
-        del model
-        check_against_files(load_megatron(source, topology, out), source, topology, source.folder)
+    del model
+    return verified(load_megatron(source, topology, out), source, topology, source.folder) if verify else math.nan
 
 
-def to_hf(source: Source, topology: Topology, out: Path, verify: bool) -> None:
+def to_hf(source: Source, topology: Topology, out: Path, verify: bool) -> float:
+    """What `verified` returns; nan without `verify`."""
     model = load_megatron(source, topology, source.folder)
     save_hf(model, source.hf_config, topology, out, tokenizer_from=source.folder / _HF)
-    if verify:
-        check_against_files(model, source, topology, out)
+    return verified(model, source, topology, out) if verify else math.nan
+
+
+def verified(model: torch.nn.Module, source: Source, topology: Topology, folder: Path) -> float:
+    """How far the model's logits are from transformers' of `folder`. Raises `UserError` for other bits, or logits."""
+    check_against_files(model, source, topology, folder)
+    return check_logits(model, source.hf_config, topology, folder, DTYPES[source.dtype], source.head)
 
 
 def new_model(source: Source, topology: Topology) -> torch.nn.Module:

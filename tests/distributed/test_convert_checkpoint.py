@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.distributed import tiny_families
 from tests.distributed.launch import ROOT, torchrun
 
+CASES = Path(__file__).with_name("conversion_cases.py")
 TOOL = ROOT / "tools" / "convert_checkpoint.py"
 
 
@@ -28,7 +30,7 @@ def megatron_untied(tmp_path_factory: pytest.TempPathFactory, tiny_untied: Path)
     out = tmp_path_factory.mktemp("converted") / "megatron"
     done = convert("to-megatron", tiny_untied, out, "--verify")
     assert done.returncode == 0, done.stderr
-    assert "verified bit for bit" in done.stdout
+    assert "verified bit for bit, logits as transformers' to" in done.stdout
     return out
 
 
@@ -61,6 +63,20 @@ def test_two_ranks_in_one_process_out_tied_bf16_with_value_head(tiny_tied: Path,
     for name in ("model.safetensors", "value_head.safetensors"):
         assert_same_tensors(tmp_path / "hf" / name, source / name)
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(("nproc", "passed"), [(1, 5), (2, 11)])
+def test_one_conversion_after_another_leaves_no_state(
+    nproc: int, passed: int, tiny_untied: Path, tiny_tied: Path, tmp_path: Path
+):
+    """Tied and untied, with a value head and with experts; each way in another layout, in the same processes."""
+    critic = tmp_path / "critic"
+    shutil.copytree(tiny_tied, critic)
+    save_file({"value_head.weight": torch.randn(1, 64)}, critic / "value_head.safetensors")
+    experts = [tiny_families.write(name, tmp_path / name) for name in tiny_families.expert_configs()]
+    (tmp_path / "scratch").mkdir()
+    output = torchrun(CASES, nproc, tmp_path / "scratch", tiny_untied, tiny_tied, critic, *experts)
+    assert output.count("passed") == passed and output.count("done") == nproc, output
 
 
 def test_a_damaged_checkpoint_leaves_nothing(megatron_untied: Path, tmp_path: Path):
