@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_ac2.config import ParallelConfig
+from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.model.build import build_model, check_layout, load_hf_config
 from megatron_ac2.model.hf_weights import load_hf_weights
 from megatron_ac2.parallel.topology import init_topology, shutdown
