@@ -14,7 +14,7 @@ from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs
 from megatron_ac2.kernels.vocab_shards import RowSums, accumulator_of
 
 _NARROWED_AT_ONCE = 1 << 22  # elements
-_DENSE = 0.8  # share of a tile's rows with a slope from which on leaving the others out costs more than it spares
+_DENSE = 0.7  # share of a tile's rows with a slope from which on leaving the others out costs more than it spares
 
 
 class Gradients:
