@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_ac2.algorithm.objective import PolicyObjective, PolicyTokens, policy_loss
+from megatron_ac2.algorithm.objective import PolicyTokens, policy_loss
+from megatron_ac2.algorithm.objective_parts import PolicyObjective
 from megatron_ac2.kernels.chunk_loss import Head, chunk_loss
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_ac2.algorithm import policy_losses
-from megatron_ac2.algorithm.importance import KINDS, TOKEN_KINDS, importance_problems, importance_weights
+from megatron_ac2.algorithm.importance import importance_weights
+from megatron_ac2.algorithm.objective_parts import RATIO_LOSSES, PolicyObjective, objective_problems
 from megatron_ac2.algorithm.ratios import sequence_sums, to_tokens, wide
 from megatron_ac2.algorithm.score_centering import score_centering
 from megatron_ac2.types import UserError
 
-RATIO_LOSSES = ("ppo", "cispo", "gspo")
-SEQUENCE_LOSSES = ("gspo", "asympo")
-LOSSES = ("policy_gradient", *RATIO_LOSSES, "asympo")
-ANCHORS = ("proximal", "behavior")
 AGGREGATIONS = ("token_mean", "sequence_mean", "budget_mean")
 
 
@@ -40,30 +36,6 @@ class PolicyTokens:
     reference: Tensor | None = None  # a frozen model's log-probs
     top_current: Tensor | None = None  # [..., T, k], differentiable
     top_behavior: Tensor | None = None  # [..., T, k], -inf outside of what the sampler could draw
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyObjective:
-    """Which loss, with what around it: the section `actor` of the configuration, as plain values."""
-
-    loss: str = "ppo"
-    anchor: str = "proximal"
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float | None = 3.0
-    asympo_floor: float = 0.01
-    entropy_bonus: float = 0.0
-    importance_kind: str = "none"
-    importance_low: float | None = None
-    importance_high: float | None = None
-    score_centering: bool = False
-    kl_coefficient: float = 0.0
-    kl_estimator: str = "k3"
-
-    @property
-    def is_token_local(self) -> bool:
-        """Whether a token's loss needs no other token of its sequence."""
-        return self.loss not in SEQUENCE_LOSSES and self.importance_kind in TOKEN_KINDS
 
 
 def policy_loss(
@@ -89,7 +61,7 @@ def policy_loss(
         weights, found = _importance(tokens, objective)
         terms, signals = weights * terms, signals | found
     if objective.score_centering:
-        centre, found = score_centering(tokens.top_current, tokens.top_behavior, *_importance_of(objective))
+        centre, found = score_centering(tokens.top_current, tokens.top_behavior, *objective.importance)
         terms, signals = terms + tokens.advantages * centre, signals | found
     if objective.entropy_bonus:
         terms = terms - objective.entropy_bonus * tokens.entropy
@@ -126,76 +98,6 @@ def aggregation_weights(
     return weights * to_tokens(1.0 / lengths.clamp(min=1), sequence_ids, mask, weights.dtype), (lengths > 0).sum()
 
 
-def objective_problems(objective: PolicyObjective) -> list[str]:
-    """Every value and combination that makes no sense, as messages that name the configuration's fields."""
-    problems = [
-        f"{name}: found {found!r}, accepted: {', '.join(accepted)}"
-        for name, found, accepted in (
-            ("actor.loss", objective.loss, LOSSES),
-            ("actor.anchor", objective.anchor, ANCHORS),
-            ("actor.reference_kl.estimator", objective.kl_estimator, policy_losses.KL_ESTIMATORS),
-        )
-        if found not in accepted
-    ]
-    for name, found in (
-        ("actor.entropy_bonus", objective.entropy_bonus),
-        ("actor.reference_kl.coefficient", objective.kl_coefficient),
-    ):
-        if not 0 <= found < math.inf:
-            problems.append(f"{name}: found {found}, must be >= 0 and finite")
-    if objective.loss == "asympo" and not 0 < objective.asympo_floor < math.inf:
-        problems.append(f"actor.asympo_floor: found {objective.asympo_floor}, must be > 0 and finite")
-    return problems + _clip_problems(objective) + importance_problems(*_importance_of(objective)) + _clashes(objective)
-
-
-def _clip_problems(objective: PolicyObjective) -> list[str]:
-    if objective.loss not in RATIO_LOSSES:
-        return []
-    low, high, dual = objective.clip_low, objective.clip_high, objective.dual_clip
-    problems = []
-    if objective.loss == "cispo":
-        if not 0 <= low <= 1:
-            problems.append(f"actor.clip_low: found {low}, accepted: from 0 to 1 (1: no lower bound)")
-    elif not 0 <= low < 1:
-        problems.append(f"actor.clip_low: found {low}, accepted: from 0 to below 1")
-    if not high >= 0:
-        problems.append(f"actor.clip_high: found {high}, must be >= 0")
-    if objective.loss == "ppo" and dual is not None and not dual > 1 + high:
-        problems.append(f"actor.dual_clip: found {dual}, must be null or above 1 + actor.clip_high ({1 + high:g})")
-    return problems
-
-
-def _clashes(objective: PolicyObjective) -> list[str]:
-    loss, kind = objective.loss, objective.importance_kind
-    problems = []
-    if objective.anchor == "behavior" and loss in LOSSES and loss not in RATIO_LOSSES:
-        problems.append(f"actor.anchor: found behavior, but actor.loss {loss} takes no ratio; accepted: proximal")
-    if loss == "asympo" and kind != "none":
-        problems.append(
-            f"actor.importance.kind: found {kind}, but actor.loss asympo reads no engine log-probs; set none"
-        )
-    if loss in RATIO_LOSSES and objective.anchor == "behavior" and kind != "none":
-        problems.append(
-            f"actor.importance.kind: found {kind}, but with actor.anchor behavior the loss's own ratio is the "
-            "one against the engine already; set none, or actor.anchor proximal"
-        )
-    if not objective.score_centering:
-        return problems
-    if loss == "asympo":
-        problems.append("actor.score_centering.enabled: found true, but actor.loss asympo reads no engine log-probs")
-    if loss in RATIO_LOSSES and objective.anchor == "behavior":
-        problems.append(
-            "actor.score_centering.enabled: found true, but with actor.anchor behavior the loss's own ratio already "
-            "weighs for the engine; set actor.anchor proximal"
-        )
-    if kind in KINDS and kind not in TOKEN_KINDS:
-        problems.append(
-            f"actor.score_centering.enabled: found true with actor.importance.kind {kind}; accepted with: "
-            f"{', '.join(TOKEN_KINDS)}"
-        )
-    return problems
-
-
 def _surrogate(tokens: PolicyTokens, objective: PolicyObjective) -> tuple[Tensor, policy_losses.Signals]:
     current, advantages = tokens.current, tokens.advantages
     sequences = (tokens.sequence_ids, tokens.num_sequences, tokens.mask)
@@ -213,14 +115,10 @@ def _surrogate(tokens: PolicyTokens, objective: PolicyObjective) -> tuple[Tensor
 
 
 def _importance(tokens: PolicyTokens, objective: PolicyObjective) -> tuple[Tensor, dict[str, Tensor]]:
-    kind, low, high = _importance_of(objective)
+    kind, low, high = objective.importance
     trainer = tokens.proximal if objective.loss in RATIO_LOSSES else tokens.current
     log_rho = trainer - tokens.behavior
     return importance_weights(kind, log_rho, tokens.mask, tokens.sequence_ids, tokens.num_sequences, low, high)
-
-
-def _importance_of(objective: PolicyObjective) -> tuple[str, float | None, float | None]:
-    return objective.importance_kind, objective.importance_low, objective.importance_high
 
 
 def _require(tokens: PolicyTokens, objective: PolicyObjective) -> None:

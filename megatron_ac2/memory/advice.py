@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ac2.config import Config
-from megatron_ac2.config_checks import get
+from megatron_ac2.config_values import get
 from megatron_ac2.memory.question import Question
 
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

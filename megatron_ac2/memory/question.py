@@ -11,8 +11,9 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from megatron_ac2.config import Config, critic_kind, critic_parallel
-from megatron_ac2.config_checks import check_config, get
+from megatron_ac2.config_checks import check_config
 from megatron_ac2.config_training import ParallelConfig
+from megatron_ac2.config_values import get
 from megatron_ac2.memory.plan import plan_memory
 from megatron_ac2.memory.result import MemoryPlan
 from megatron_ac2.model.build import check_layout, load_hf_config

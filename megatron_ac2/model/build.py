@@ -1,4 +1,4 @@
-"""Hugging Face config -> TransformerConfig -> this rank's GPTModel (+ DDP); the layer spec chosen by platform."""
+"""Hugging Face config -> TransformerConfig -> this rank's GPTModel."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig, PretrainedConfig
 
@@ -23,11 +19,10 @@ from megatron_ac2.model import fp8 as fp8_training
 from megatron_ac2.model.chunks import joined
 from megatron_ac2.model.experts import expert_fields, expert_problems, layout_problems, refused_fields
 from megatron_ac2.model.families import family_of, refusals
-from megatron_ac2.model.fp8_linear import EmulatedFp8
 from megatron_ac2.model.hf_groups import group_problems
 from megatron_ac2.model.hf_table import head_dim
 from megatron_ac2.model.hidden_head import HiddenModel
-from megatron_ac2.model.modules import torch_block_spec
+from megatron_ac2.model.layer_spec import layer_spec
 from megatron_ac2.model.pipeline import p2p_fields, p2p_problems, pipeline_fields, stage_problems
 from megatron_ac2.model.rope import rope_arguments, rope_problems
 from megatron_ac2.model.value_head import ValueModel
@@ -228,24 +223,10 @@ def build_model(
         torch.manual_seed(seed)
         return joined([
             kind(
-                config, _layer_spec(config, topology, fp8 or Fp8Config(), vp_stage), vp_stage=vp_stage,
+                config, layer_spec(config, topology, fp8 or Fp8Config(), vp_stage), vp_stage=vp_stage,
                 pre_process=topology.is_first_stage and not vp_stage,
                 post_process=topology.is_last_stage and vp_stage in (None, (virtual or 0) - 1),
                 **arguments,
             )
             for vp_stage in (range(virtual) if virtual else (None,))
         ])  # fmt: skip
-
-
-def _layer_spec(config: TransformerConfig, topology: Topology, fp8: Fp8Config, vp_stage: int | None) -> Any:
-    if topology.on_cpu:
-        emulated = EmulatedFp8(fp8, topology.pg.tp_dp_cp) if fp8.emulate else None
-        return torch_block_spec(config, emulated, vp_stage)
-    if not fp8_training.has_transformer_engine():
-        raise UserError(
-            "transformer_engine: not installed; training on CUDA needs it (packed sequences and sequence parallel); "
-            "see requirements.txt, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on CPU"
-        )
-    if config.num_moe_experts:
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)

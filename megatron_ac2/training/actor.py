@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megatron_ac2.algorithm.objective import PolicyObjective, aggregation_weights
+from megatron_ac2.algorithm.objective import aggregation_weights
+from megatron_ac2.algorithm.objective_parts import PolicyObjective
 from megatron_ac2.config import Config, num_recorded_logprobs
 from megatron_ac2.data.packing import num_sequences, pack, sequence_ids
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_ac2.algorithm.objective import PolicyObjective, PolicyTokens, policy_loss
+from megatron_ac2.algorithm.objective import PolicyTokens, policy_loss
+from megatron_ac2.algorithm.objective_parts import PolicyObjective
 from megatron_ac2.config_training import ActorConfig
 from megatron_ac2.data.packing import num_sequences, sequence_ids
 from megatron_ac2.kernels.chunk_loss import Objective

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_ac2.algorithm.objective import PolicyObjective, PolicyTokens, policy_loss
+from megatron_ac2.algorithm.objective import PolicyTokens, policy_loss
+from megatron_ac2.algorithm.objective_parts import PolicyObjective
 from megatron_ac2.kernels.chunk_loss import Head, chunk_loss, chunk_scores
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs
 from megatron_ac2.kernels.vocab_shards import combine

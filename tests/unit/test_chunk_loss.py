@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ac2.algorithm.importance import KINDS
-from megatron_ac2.algorithm.objective import LOSSES, PolicyObjective, PolicyTokens, objective_problems, policy_loss
+from megatron_ac2.algorithm.objective import PolicyTokens, policy_loss
+from megatron_ac2.algorithm.objective_parts import LOSSES, PolicyObjective, objective_problems
 from megatron_ac2.kernels import chunk_loss_tiled as tiled
 from megatron_ac2.kernels.chunk_loss import Head, chunk_loss, chunk_scores
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs, restricted_logprobs

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_ac2.config_checks import get
 from megatron_ac2.config_file import load_config, split_arguments, to_dict, to_yaml
+from megatron_ac2.config_values import get
 from megatron_ac2.types import UserError
 
 MINIMAL = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}

@@ -6,10 +6,11 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from megatron_ac2.algorithm.objective import PolicyObjective, objective_problems
+from megatron_ac2.algorithm.objective_parts import PolicyObjective, objective_problems
 from megatron_ac2.config import Config
-from megatron_ac2.config_checks import CHOICES, RULES, check_config, get, warnings_for
+from megatron_ac2.config_checks import RULES, check_config, warnings_for
 from megatron_ac2.config_training import ParallelConfig
+from megatron_ac2.config_values import CHOICES, get
 
 
 def changed(changes: dict[str, object]) -> Config:

@@ -10,16 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ac2.algorithm.importance import KINDS
-from megatron_ac2.algorithm.objective import (
-    AGGREGATIONS,
+from megatron_ac2.algorithm.objective import AGGREGATIONS, PolicyTokens, aggregation_weights, policy_loss
+from megatron_ac2.algorithm.objective_parts import (
     ANCHORS,
     LOSSES,
     RATIO_LOSSES,
     PolicyObjective,
-    PolicyTokens,
-    aggregation_weights,
     objective_problems,
-    policy_loss,
 )
 from megatron_ac2.types import UserError
 

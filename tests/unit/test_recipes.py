@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_ac2.config_checks import get
 from megatron_ac2.config_file import load_config, to_dict
+from megatron_ac2.config_values import get
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 OVERLAYS = sorted((EXAMPLES / "algorithms").glob("*.yaml"))
