@@ -42,7 +42,7 @@ def test_equal_values_teach_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1, width=32), st.booleans()), min_size=1, max_size=16), st.floats(-1, 1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_advantages_are_centred_and_shift_invariant(group, shift) -> None:
     values = np.array([[value for value, _ in group]])
     valid = np.array([[flag for _, flag in group]])
@@ -134,7 +134,6 @@ def ragged_groups(draw):
 
 
 @given(ragged_groups(), st.sampled_from(["mean", "leave_one_out"]), st.booleans(), st.integers(-64, 64))
-@settings(deadline=None, derandomize=True)
 def test_properties_of_ragged_groups(groups, kind, divide_by_std, shift) -> None:
     values, valid, present = groups
     advantages, weights = group_advantages(values, valid, None, present, kind, divide_by_std)
@@ -149,7 +148,6 @@ def test_properties_of_ragged_groups(groups, kind, divide_by_std, shift) -> None
 
 
 @given(ragged_groups(), st.sampled_from(["mean", "leave_one_out"]), st.booleans(), st.randoms(use_true_random=False))
-@settings(deadline=None, derandomize=True)
 def test_permuting_a_group_permutes_its_advantages(groups, kind, divide_by_std, random) -> None:
     values, valid, present = groups
     order = list(range(values.shape[1]))
@@ -161,7 +159,6 @@ def test_permuting_a_group_permutes_its_advantages(groups, kind, divide_by_std, 
 
 
 @given(ragged_groups())
-@settings(deadline=None, derandomize=True)
 def test_leave_one_out_is_the_mean_baseline_scaled(groups) -> None:
     values, valid, present = groups
     by_mean, _ = group_advantages(values, valid, None, present)

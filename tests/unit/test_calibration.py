@@ -70,7 +70,7 @@ def test_a_calibrated_coin_is_calibrated_and_an_inverted_one_is_not() -> None:
     assert expected_calibration_error(1 - values, outcomes) == pytest.approx(0.48, abs=0.02)  # mean |1 - 2 p|
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(pairs, st.integers(1, 12))
 def test_what_the_numbers_owe_each_other(found: list[tuple[float, float]], num_bins: int) -> None:
     values, outcomes = (np.array(column) for column in zip(*found))

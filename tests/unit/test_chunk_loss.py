@@ -15,6 +15,7 @@ from megatron_ac2.algorithm.objective_parts import LOSSES, PolicyObjective, obje
 from megatron_ac2.kernels import chunk_loss_tiled as tiled
 from megatron_ac2.kernels.chunk_loss import Head, chunk_loss, chunk_scores
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs, restricted_logprobs
+from tests.unit.tensor_rank import TensorRank
 
 T, H, V, VOCAB, K = 53, 16, 40, 37, 6
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -426,19 +427,6 @@ def test_sums_over_many_tiles_lose_nothing_in_float32():
     assert errors[torch.bfloat16] > errors[torch.float32]
 
 
-class Group:
-    """A rank of a tensor group whose ranks are played one after the other."""
-
-    def __init__(self, rank, size):
-        self._rank, self._size = rank, size
-
-    def rank(self):
-        return self._rank
-
-    def size(self):
-        return self._size
-
-
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("token_local", [True, False])
 @pytest.mark.parametrize("vocab_size", [VOCAB, 9])  # 9 of 40: the last ranks of four hold padding alone
@@ -465,7 +453,7 @@ def test_shards_combine_to_the_whole_with_one_message_a_tile(monkeypatch, tp, to
         own = []
         monkeypatch.setattr(dist, "all_reduce", lambda numbers, group, own=own: own.append(numbers.clone()))
         with torch.no_grad():
-            head = Head(shards[rank], vocab_size, 0.8, Group(rank, tp))
+            head = Head(shards[rank], vocab_size, 0.8, TensorRank(rank, tp))
             chunk_scores(hidden, head, labels, top_ids=top_ids, rows=rows, **size)
         sent.append(own)
     assert all([len(numbers) for numbers in own] == [13, 13, 13, 11] for own in sent)  # padding or not
@@ -475,7 +463,7 @@ def test_shards_combine_to_the_whole_with_one_message_a_tile(monkeypatch, tp, to
     for rank in range(tp):
         waiting = list(totals)
         monkeypatch.setattr(dist, "all_reduce", lambda numbers, group, w=waiting: numbers.copy_(w.pop(0)))
-        found, to_hidden, to_weight = run(shards[rank], Group(rank, tp))
+        found, to_hidden, to_weight = run(shards[rank], TensorRank(rank, tp))
         assert not waiting  # one message a tile: none in a second walk, none in backward
         parts.append(to_hidden)
         torch.testing.assert_close(found.loss, whole[0].loss, rtol=1e-12, atol=1e-12)

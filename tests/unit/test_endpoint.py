@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ac2.algorithm.advantages import group_advantages
@@ -180,7 +180,6 @@ def graded_steps(draw):
 
 
 @given(graded_steps(), st.integers(1, 6))
-@settings(deadline=None, derandomize=True)
 def test_every_end_has_one_value_and_padding_none(step, min_valid) -> None:
     stops, grades, ends, answers = step
     found = endpoint_values(stops, grades, ends, answers)

@@ -70,7 +70,7 @@ def test_scales_hand_worked() -> None:
 
 
 @given(st.floats(2**-100, 2**100))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_power_of_two_scale_is_the_e8m0_one(amax: float) -> None:
     """OCP microscaling: the stored exponent is that of amax / largest, rounded up, so that nothing saturates."""
     amax = torch.tensor(amax).item()

@@ -101,20 +101,21 @@ def test_a_failing_verifier_is_an_invalid_grade(monkeypatch, error):
 
 @pytest.mark.parametrize("bomb", ["10^{10^{10}}", "\\sum_{k=1}^{10^{9}} k^{1/3}", "100000000!"])
 def test_the_time_limit_stops_math_verify(bomb):
-    begin = time.monotonic()
+    begin = time.process_time()  # not of the clock, which other processes take part in
     assert RuleGrader(timeout=0.5).grade(problem(answer="12"), f"\\boxed{{{bomb}}}") == Grade(0.0, valid=False)
-    assert time.monotonic() - begin < 3.0
+    assert time.process_time() - begin < 3.0
 
 
 def test_the_time_limit_survives_code_that_swallows_exceptions():
-    begin = time.monotonic()
+    num_sleeps = 0
     with pytest.raises(graders.GradingTimeout), time_limit(0.1):
         while True:
+            num_sleeps += 1
             try:
                 time.sleep(0.01)
             except Exception:
                 pass
-    assert time.monotonic() - begin < 1.0
+    assert num_sleeps < 100
 
 
 def test_the_time_limit_puts_back_an_outer_alarm():

@@ -52,7 +52,7 @@ def test_an_empty_group_has_no_target() -> None:
     assert not prefix.mask.any() and prefix.targets.tolist() == [0, 0, 0] and own == []
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@settings(max_examples=80)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(1, 8), st.integers(0, 2**32 - 1))
 def test_every_target_is_read_where_it_should_be(inner: list[int], num_max: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

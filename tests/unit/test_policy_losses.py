@@ -182,7 +182,7 @@ def test_gspo_of_one_token_sequences_is_ppo_without_dual_clip() -> None:
 
 
 @given(seed=st.integers(0, 1000), lengths=st.lists(st.integers(1, 5), min_size=1, max_size=5))
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 def test_gspo_gradient_is_the_sequence_forms(seed: int, lengths: list[int]) -> None:
     generator = torch.Generator().manual_seed(seed)
     ids = sequences(*lengths)[torch.randperm(sum(lengths), generator=generator)]  # order within the pack is free

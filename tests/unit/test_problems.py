@@ -126,7 +126,7 @@ def ids(taken: list[Problem]) -> list[str]:
     return [problem.problem_id for problem in taken]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 12), st.lists(st.integers(1, 12), max_size=20), st.booleans(), st.integers(0, 3))
 def test_no_problem_is_skipped_or_repeated(size, takes, shuffle, seed):
     """Whatever the takes: distinct within a take, and after any k whole epochs every problem came k times."""

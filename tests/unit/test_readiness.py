@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ac2.algorithm.readiness import ErrorRecord, Readiness, errors_by_tag
@@ -256,7 +256,6 @@ options_of_a_gate = st.sampled_from(
 
 
 @given(st.lists(records_of_a_step, max_size=8), options_of_a_gate, st.integers(1, 3), st.integers(0, 8))
-@settings(deadline=None, derandomize=True)
 def test_the_ready_set_changes_as_update_says_also_after_a_resume(steps, options, window, cut) -> None:
     readiness = gate(window, **options)
     for number, step in enumerate(steps):

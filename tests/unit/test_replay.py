@@ -96,7 +96,6 @@ def test_an_unknown_kind_is_refused() -> None:
     batches=st.lists(st.lists(st.integers(0, 10), max_size=4), max_size=6),
     cut=st.integers(0, 6),
 )
-@settings(deadline=None, derandomize=True)
 def test_a_resumed_buffer_of_any_kind_goes_on_the_same(kind, batches, cut) -> None:
     whole = ReplayBuffer(5, kind, correct_min_reward=0.5)
     buffer = ReplayBuffer(5, kind, correct_min_reward=0.5)
@@ -189,7 +188,7 @@ def test_a_smaller_capacity_keeps_the_newest() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_ragged_round_trip(rows: list[list[int]]) -> None:
     joined = join_ids([np.array(row, dtype=np.int32) for row in rows])
     assert joined["ids"].dtype == np.int32

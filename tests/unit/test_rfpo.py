@@ -61,7 +61,7 @@ def test_length_alone_no_longer_earns_a_reward() -> None:
     assert abs(np.corrcoef(rewards, lengths)[0, 1]) < 0.1 < np.corrcoef(plain, lengths)[0, 1]
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@settings(max_examples=80)
 @given(st.integers(2, 200), st.floats(0.01, 0.99), st.integers(0, 2**32 - 1))
 def test_the_share_above_the_threshold_is_the_positive_rate(num: int, rate: float, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -96,7 +96,7 @@ def test_cutting_copies() -> None:
     grid=st.integers(1, 20),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_prefix_invariants(lengths, num_prefixes, grid, seed) -> None:
     buffer = {f"p{i}": [trajectory(f"p{i}", n) for n in own] for i, own in enumerate(lengths)}
     chosen = choose_prefixes(buffer, num_prefixes, grid, 0.9, stream(seed, "prefixes", 3))
@@ -142,7 +142,7 @@ def test_number_of_audits(num_ready: int, fraction: float, num_audits: int) -> N
 
 
 @given(flags=st.lists(st.booleans(), max_size=30), fraction=st.floats(0, 1), seed=st.integers(0, 100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_audits_and_chunks_only_on_ready_slots(flags, fraction, seed) -> None:
     slots = [prefix(f"p{i}", length=5) for i in range(len(flags))]
     ready = frozenset(f"p{i}" for i, flag in enumerate(flags) if flag)
@@ -269,7 +269,6 @@ def test_singletons_that_cannot_be_are_refused() -> None:
     chunk_len=st.integers(1, 30),
     seed=st.integers(0, 100),
 )
-@settings(deadline=None, derandomize=True)
 def test_singleton_invariants(lengths, flags, group_size, grid, fraction, chunk_len, seed) -> None:
     buffer = {f"p{i}": [trajectory(f"p{i}", n, 100 * k) for k, n in enumerate(own)] for i, own in enumerate(lengths)}
     slots = choose_prefixes(buffer, 6, grid, fraction, np.random.default_rng(seed))

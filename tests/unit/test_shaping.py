@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ac2.algorithm.shaping import informative, map_reward, overlong_penalty
@@ -23,7 +23,6 @@ def test_without_a_cache_only_what_passes_the_budget_is_punished() -> None:
 
 
 @given(st.integers(1, 100), st.integers(0, 100), st.integers(0, 200))
-@settings(deadline=None, derandomize=True)
 def test_the_penalty_falls_with_the_length(budget: int, cache: int, length: int) -> None:
     cache = min(cache, budget)
     here, next_one = overlong_penalty(length, budget, cache), overlong_penalty(length + 1, budget, cache)
@@ -59,7 +58,6 @@ def test_a_range_that_is_none_is_refused(low: float, high: float) -> None:
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.floats(0, 1), st.floats(0, 1))
-@settings(deadline=None, derandomize=True)
 def test_mapped_rewards_stay_in_order_and_in_range(low: float, width: float, first: float, second: float) -> None:
     high = low + width
     rewards = sorted(min(max(low + width * part, low), high) for part in (first, second))

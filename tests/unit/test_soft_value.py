@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ac2.algorithm import value_prompt
@@ -98,7 +98,6 @@ def test_log_probs_for_every_branch_are_needed():
         answer(TREE, {40: 1.0})
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.lists(st.floats(1e-3, 1), min_size=2, max_size=2), st.lists(st.floats(1e-3, 1), min_size=10, max_size=10))
 def test_it_is_the_mean_over_the_enumerated_replies(first, last):
     """Whatever the probabilities; half of the root's going off the grid changes the mass and no value."""

@@ -51,7 +51,7 @@ def test_gae_with_lambda_zero_is_one_step() -> None:
     np.testing.assert_allclose(advantages, np.append(values[1:], end) - values, atol=1e-7)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 40), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**32 - 1))
 def test_gae_is_the_backward_recursion(num_tokens: int, gamma: float, lam: float, seed: int) -> None:
     values, end, _ = draw(num_tokens, seed)
@@ -145,7 +145,7 @@ def test_at_gamma_one_a_reward_with_the_last_token_is_the_same_vtrace() -> None:
     np.testing.assert_allclose(brace(values, end, ratios, **PAPER)[0], corrected[:-1], atol=1e-6)
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.lists(st.tuples(st.floats(0, 1), st.sampled_from([0.0, 0.3, 1.0, 1.05, 5.0, 1e40])), max_size=12),
     st.integers(0, 14),

@@ -92,7 +92,7 @@ def test_two_hot_takes_other_grids_and_holds_what_lies_outside() -> None:
         two_hot(row(0.5), 1)
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(st.floats(0, 1), st.integers(2, 41))
 def test_two_hot_is_a_distribution_on_two_neighbours_with_the_value_as_mean(value: float, num_bins: int) -> None:
     mass = two_hot(row(value), num_bins)[0]

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ac2.kernels import vocab_logprobs
@@ -16,6 +16,7 @@ from megatron_ac2.kernels.vocab_logprobs import (
     restricted_logprobs,
     token_logprobs,
 )
+from tests.unit.tensor_rank import TensorRank
 
 K = 4
 
@@ -146,19 +147,6 @@ def test_padded_columns_have_no_probability_and_no_gradient():
     assert found[1][1][..., 19:].abs().max() == 0
 
 
-class Group:
-    """A rank of a tensor group whose ranks are played one after the other."""
-
-    def __init__(self, rank, size):
-        self._rank, self._size = rank, size
-
-    def rank(self):
-        return self._rank
-
-    def size(self):
-        return self._size
-
-
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("vocab_size", [19, 9])  # 9 of 24 columns: the last ranks of four hold padding alone
 def test_shards_combine_to_the_whole(monkeypatch, tp, vocab_size):
@@ -168,13 +156,13 @@ def test_shards_combine_to_the_whole(monkeypatch, tp, vocab_size):
     shards, sent = logits.chunk(tp, -1), []
     monkeypatch.setattr(dist, "all_reduce", lambda numbers, group: sent.append(numbers.clone()))
     for rank in range(tp):
-        token_logprobs(shards[rank], labels, Group(rank, tp), 0.8, vocab_size, top_ids)
+        token_logprobs(shards[rank], labels, TensorRank(rank, tp), 0.8, vocab_size, top_ids)
     assert all(numbers.shape == (15, 1 + K + 3 * tp) for numbers in sent)  # what the module's docstring promises
     total = torch.stack(sent).sum(0)
     monkeypatch.setattr(dist, "all_reduce", lambda numbers, group: numbers.copy_(total))
     for rank in range(tp):
         values, gradient = value_and_gradient(
-            lambda x, rank=rank: ours(x, labels, top_ids, 0.8, vocab_size, Group(rank, tp)), shards[rank], weights
+            lambda x, rank=rank: ours(x, labels, top_ids, 0.8, vocab_size, TensorRank(rank, tp)), shards[rank], weights
         )
         torch.testing.assert_close(values, whole[0], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(gradient, whole[1].chunk(tp, -1)[rank], rtol=1e-12, atol=1e-12)
@@ -268,7 +256,6 @@ def test_restricted_half_precision_is_computed_in_float32(dtype):
     logprobs=st.lists(st.floats(-200, 0), min_size=1, max_size=6),
     kept=st.integers(1, 6),
 )
-@settings(deadline=None, derandomize=True)
 def test_restricted_probabilities_sum_to_one(logprobs, kept):
     top = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
     support = torch.arange(len(logprobs)) < kept
