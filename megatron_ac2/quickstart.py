@@ -33,7 +33,7 @@ def main() -> int:
     inputs, start, critic = run / "inputs", run / "start", run / "critic"
     stages = [
         ("problems, tokenizer, untrained model", inputs / "worked.jsonl",
-         [sys.executable, str(ROOT / "tools" / "prepare_quickstart.py"), "--out", str(inputs)]),
+         [sys.executable, str(ROOT / "tools" / "prepare_quickstart.py"), "--learnable", "--out", str(inputs)]),
         ("supervised start on flawed worked solutions", start / "config.json",
          torchrun(arguments.ranks, "megatron_ac2.sft", EXAMPLES / "sft.yaml", f"run.dir={run / 'sft'}",
                   f"model.path={inputs / 'base'}", f"sft.data={inputs / 'worked.jsonl'}", f"sft.out={start}")),

@@ -12,6 +12,10 @@ are wrong on purpose: a fixed, hashed share of the facts (last digit of the valu
 nearly half of the time, and every error is carried on. A model fitted to them knows the format and both answers to a
 hard fact, and passes rarely: it leaves reinforcement learning something to find. Errors only ever go up, so they never
 cancel: the final answer is right exactly when every running value is.
+
+That holds for a model only as far as it fitted them: its own slips go both ways, and where they are many, most answers
+that pass do so by luck and no critic can tell a good state. --learnable: sums that never fall below 0, and flaws that
+hang on the term (sign, digit) alone. Half a million parameters fit those in two minutes.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 
 import reasoning_gym
@@ -58,15 +63,20 @@ TURN_WORDS = "system\nuser\nassistant\n\n\n"  # so that the template's own words
 
 @dataclass(frozen=True)
 class Flaw:
-    """How demonstrations go wrong: `hard_share` of the facts fail with `hard_error`, all others with `base_error`."""
+    """How demonstrations go wrong: `hard_share` of the facts fail with `hard_error`, all others with `base_error`.
+
+    A fact is the value's last digit with the term, or, `by_term`, the term alone.
+    """
 
     hard_share: float = 0.40
     hard_error: float = 0.45
     base_error: float = 0.005
+    by_term: bool = False
     seed: int = 0
 
     def error_rate(self, value: int, sign: str, digit: int) -> float:
-        hard = _unit_hash(f"{self.seed}:{value % 10}{sign}{digit}") < self.hard_share
+        fact = f"{sign}{digit}" if self.by_term else f"{value % 10}{sign}{digit}"
+        hard = _unit_hash(f"{self.seed}:{fact}") < self.hard_share
         return self.hard_error if hard else self.base_error
 
 
@@ -108,21 +118,29 @@ def work(entry: dict, flaw: Flaw | None = None, rng: random.Random | None = None
     }
 
 
-def draw_entries(num: int, seed: int, num_terms: int) -> list[dict]:
-    """`num` chain_sum entries with distinct questions, the same for the same seed.
+def draw_entries(num: int, seed: int, num_terms: int, non_negative: bool = False) -> list[dict]:
+    """`num` chain_sum entries with distinct questions, the same for the same seed; their running values never negative
+    if so asked.
 
     reasoning-gym seeds entry i with `seed + i`: one long data set, cut into parts, is disjoint where two are not.
     """
     options = dict(min_terms=num_terms, max_terms=num_terms, min_digits=1, max_digits=1)
-    size = 2 * num + 100
+    size = (12 if non_negative else 2) * num + 100
     dataset = reasoning_gym.create_dataset(TASK, seed=seed * 10_000_019, size=size, **options)
     distinct: dict[str, dict] = {}
     for index in range(size):
         entry = dataset[index]
+        if non_negative and min(running_values(entry)) < 0:
+            continue
         distinct.setdefault(entry["question"], entry)
         if len(distinct) == num:
             return list(distinct.values())
     raise SystemExit(f"--terms {num_terms}: only {len(distinct)} distinct problems found, {num} wanted; use more terms")
+
+
+def running_values(entry: dict) -> list[int]:
+    terms = parse_expression(entry["metadata"]["expression"])
+    return list(accumulate(digit if sign == "+" else -digit for sign, digit in terms))
 
 
 def problem_row(name: str, entry: dict) -> dict:
@@ -192,14 +210,15 @@ def worked_rows(entries: list[dict], flaw: Flaw, reference_share: float = 0.9) -
 
 
 def prepare(
-    out: Path, seed: int, num_terms: int, num_train: int, num_validation: int, num_worked: int, **size: int
-) -> dict:
+    out: Path, seed: int, num_terms: int, num_train: int, num_validation: int, num_worked: int,
+    learnable: bool = False, **size: int,
+) -> dict:  # fmt: skip
     """Write everything into `out`; returns what was written, in numbers. `size`: what `base_config` takes."""
     out.mkdir(parents=True, exist_ok=True)
-    entries = draw_entries(num_train + num_validation + num_worked, seed, num_terms)
+    entries = draw_entries(num_train + num_validation + num_worked, seed, num_terms, learnable)
     train, entries = entries[:num_train], entries[num_train:]
     validation, demonstrated = entries[:num_validation], entries[num_validation:]
-    worked = list(worked_rows(demonstrated, Flaw(seed=seed)))
+    worked = list(worked_rows(demonstrated, Flaw(seed=seed, by_term=learnable)))
     write_rows(out / "train.jsonl", (problem_row(f"train-{i}", entry) for i, entry in enumerate(train)))
     write_rows(out / "validation.jsonl", (problem_row(f"validation-{i}", e) for i, e in enumerate(validation)))
     write_rows(out / "worked.jsonl", worked)
@@ -221,6 +240,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart/inputs"), help="folder to write into")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--terms", type=int, default=12, help="terms of a sum")
+    parser.add_argument(
+        "--learnable", action="store_true", help="sums and flaws that a tiny model fits well, see above"
+    )
     parser.add_argument("--num-train", type=int, default=512)
     parser.add_argument("--num-validation", type=int, default=256)
     parser.add_argument("--num-worked", type=int, default=30_000)
@@ -231,7 +253,7 @@ def main() -> None:
         if getattr(args, name) < (2 if name == "terms" else 1):
             option = "--" + name.replace("_", "-")
             parser.error(f"{option}: found {getattr(args, name)}, accepted: 1 or more (--terms: 2 or more)")
-    numbers = (args.seed, args.terms, args.num_train, args.num_validation, args.num_worked)
+    numbers = (args.seed, args.terms, args.num_train, args.num_validation, args.num_worked, args.learnable)
     summary = prepare(args.out, *numbers, hidden_size=args.hidden_size, num_layers=args.layers)
     print(f"wrote {args.out}: " + ", ".join(f"{name} {value:.4g}" for name, value in summary.items()))
 

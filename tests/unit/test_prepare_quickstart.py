@@ -57,6 +57,25 @@ def test_flaws_sit_in_a_fixed_share_of_the_facts():
     assert flaw.error_rate(23, "+", 4) == flaw.error_rate(3, "+", 4) == flaw.error_rate(-7, "+", 4)
 
 
+def test_flaws_may_hang_on_the_term_alone():
+    flaw = Flaw(hard_share=0.3, hard_error=0.5, base_error=0.01, by_term=True)
+    for sign in "+-":
+        for digit in range(10):
+            assert len({flaw.error_rate(value, sign, digit) for value in range(-20, 20)}) == 1
+    rates = [flaw.error_rate(0, sign, digit) for sign in "+-" for digit in range(10)]
+    assert 1 <= rates.count(0.5) <= 12
+
+
+def test_learnable_sums_never_fall_below_zero(tmp_path):
+    prepare(tmp_path, 3, NUM_TERMS, 6, 4, 30, learnable=True)
+    rows = rows_of(tmp_path / "worked.jsonl")
+    assert len(rows) == 30
+    lowest = [min(int(line.split("=")[1]) for line in row["response"].splitlines()[:-1]) for row in rows]
+    assert min(lowest) >= 0 and min(lowest) < 9
+    assert any("-" in row["prompt"] for row in rows)
+    assert min(min(prepare_quickstart.running_values(e)) for e in draw_entries(30, 3, NUM_TERMS)) < 0  # others do
+
+
 def test_the_grader_agrees_with_the_labels(inputs, tokenizer):
     """Worked solutions that are marked right earn 1, flawed ones 0, by the grader of the training run."""
     entries = {e["question"]: e for e in draw_entries(NUM_TRAIN + NUM_VALIDATION + NUM_WORKED, 3, NUM_TERMS)}
