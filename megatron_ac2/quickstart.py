@@ -30,16 +30,19 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     run, console = arguments.dir, Console()
-    inputs, start, critic = run / "inputs", run / "start", run / "critic"
+    inputs, start, reader, critic = run / "inputs", run / "start", run / "reader", run / "critic"
     stages = [
         ("problems, tokenizer, untrained model", inputs / "worked.jsonl",
          [sys.executable, str(ROOT / "tools" / "prepare_quickstart.py"), "--learnable", "--out", str(inputs)]),
         ("supervised start on flawed worked solutions", start / "config.json",
          torchrun(arguments.ranks, "megatron_ac2.sft", EXAMPLES / "sft.yaml", f"run.dir={run / 'sft'}",
                   f"model.path={inputs / 'base'}", f"sft.data={inputs / 'worked.jsonl'}", f"sft.out={start}")),
-        ("critic warm-up on step labels", critic / "config.json",
-         torchrun(arguments.ranks, "megatron_ac2.sft", EXAMPLES / "critic_warmup.yaml", f"run.dir={run / 'critic_sft'}",
-                  f"model.path={start}", f"sft.data={inputs / 'worked.jsonl'}", f"sft.out={critic}")),
+        ("critic warm-up: is everything right so far?", reader / "config.json",
+         torchrun(arguments.ranks, "megatron_ac2.sft", EXAMPLES / "critic_reads.yaml", f"run.dir={run / 'reader_sft'}",
+                  f"model.path={start}", f"sft.data={inputs / 'worked.jsonl'}", f"sft.out={reader}")),
+        ("critic warm-up: what is that worth?", critic / "config.json",
+         torchrun(arguments.ranks, "megatron_ac2.sft", EXAMPLES / "critic_values.yaml", f"run.dir={run / 'critic_sft'}",
+                  f"model.path={reader}", f"sft.data={inputs / 'worked.jsonl'}", f"sft.out={critic}")),
         ("AC2", None,
          torchrun(arguments.ranks, "megatron_ac2.train", EXAMPLES / "train.yaml", f"run.dir={run}",
                   f"model.path={start}", f"critic.path={critic}", f"data.train={inputs / 'train.jsonl'}",

@@ -126,9 +126,17 @@ def train(config: SftConfig) -> None:
             )
     save_hf(ddp, hf_config, topology, stage.out, config.model.path)
     if topology.rank == 0:
-        cost = {"head": stage.head, "steps": stage.num_steps, "tokens": tokens, "seconds": time.monotonic() - started}
-        (Path(stage.out) / COST_FILE).write_text(json.dumps(cost))
+        cost = {"steps": stage.num_steps, "tokens": tokens, "seconds": time.monotonic() - started}
+        cost = {name: value + earlier_cost(config, name) for name, value in cost.items()}
+        (Path(stage.out) / COST_FILE).write_text(json.dumps({"head": stage.head, **cost}))
     shutdown()
+
+
+def earlier_cost(config: SftConfig, name: str) -> float:
+    """What stages of the same head had spent on the folder that this one starts from."""
+    file = Path(config.model.path) / COST_FILE
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    return found[name] if found.get("head") == config.sft.head else 0
 
 
 def batch_indices(num_rows: int, batch_size: int, step: int, seed: int) -> list[int]:
