@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -21,20 +22,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PretrainedConfig
 
 from megatron_ac2.algorithm.value_losses import value_bce_loss
-from megatron_ac2.config import ModelConfig
+from megatron_ac2.config import Config, ModelConfig
+from megatron_ac2.config_checks import check_config
 from megatron_ac2.config_file import load_config, split_arguments
-from megatron_ac2.config_training import OptimizerConfig, ParallelConfig
+from megatron_ac2.config_training import Fp8Config, OptimizerConfig, ParallelConfig
 from megatron_ac2.data.packing import pack
 from megatron_ac2.data.worked import WorkedSolution, load_worked, step_values
 from megatron_ac2.entry import run_entry_point
-from megatron_ac2.model.build import build_model, load_hf_config
+from megatron_ac2.model.build import build_model, check_layout, config_problems, load_hf_config
 from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.hf_weights import load_hf_weights, save_hf
 from megatron_ac2.parallel.context import length_multiple
-from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
+from megatron_ac2.parallel.topology import Topology, check_world, init_topology, shutdown
 from megatron_ac2.random_streams import stream
 from megatron_ac2.report import COST_FILE
 from megatron_ac2.training.context_parallel import held_part
@@ -72,22 +74,22 @@ class SftConfig:
     run: SftRun = field(default_factory=SftRun)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
     sft: StageConfig = field(default_factory=StageConfig)
     megatron: dict[str, Any] = field(default_factory=dict)
 
 
 def main() -> int:
-    config = load_config(*split_arguments(sys.argv[1:]), SftConfig)
-    if config.sft.head not in ("lm", "value"):
-        raise UserError(f"sft.head: found {config.sft.head!r}, accepted: lm, value")
-    train(config)
+    train(load_config(*split_arguments(sys.argv[1:]), SftConfig))
     return 0
 
 
 def train(config: SftConfig) -> None:
     """Build the model on this job's layout, run the stage, save the folder `sft.out`."""
-    stage, dtype = config.sft, getattr(torch, config.model.dtype)
     hf_config = load_hf_config(config.model.path)
+    if problems := stage_problems(config, hf_config, int(os.environ.get("WORLD_SIZE", "1"))):
+        raise UserError(problems)
+    stage, dtype = config.sft, getattr(torch, config.model.dtype)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     rows = load_worked(stage.data, tokenizer, tokenizer.eos_token_id)
     if stage.head == "value" and not all(len(row.step_positions) for row in rows):
@@ -99,7 +101,9 @@ def train(config: SftConfig) -> None:
         rows = [row.behind_reference(tokenizer.pad_token_id) for row in rows]
     topology = init_topology(config.parallel, config.run.seed, config.run.timeout_minutes)
     head = "hidden" if stage.head == "lm" else "value"
-    model = build_model(hf_config, topology, config.parallel, dtype, head, config.megatron, config.run.seed)
+    model = build_model(
+        hf_config, topology, config.parallel, dtype, head, config.megatron, config.run.seed, fp8=config.fp8
+    )
     load_hf_weights(model, hf_config, topology, config.model.path)
     ddp = wrap_ddp(model, stage.optimizer.distributed, config.parallel.overlap)
     optimizer = build_optimizer(ddp, stage.optimizer, dtype)
@@ -110,7 +114,7 @@ def train(config: SftConfig) -> None:
     for step in range(stage.num_steps):
         optimizer.set_lr(learning_rate(stage, step))
         batch = [rows[index] for index in batch_indices(len(rows), stage.batch_size, step, config.run.seed)]
-        microbatches = microbatches_of(batch, stage, topology, tokenizer.pad_token_id)
+        microbatches = microbatches_of(batch, config, topology, tokenizer.pad_token_id)
         metrics = forward_backward(ddp, microbatches, loss_function, topology)
         stepped = apply_step(optimizer, metrics)
         tokens += sum(len(row.token_ids) for row in batch)
@@ -139,6 +143,20 @@ def earlier_cost(config: SftConfig, name: str) -> float:
     return found[name] if found.get("head") == config.sft.head else 0
 
 
+def stage_problems(config: SftConfig, hf_config: PretrainedConfig, world_size: int) -> list[str]:
+    """Everything that keeps this stage from running, as messages; of what it has in common with a training run by the
+    same checks."""
+    problems = []
+    if config.sft.head not in ("lm", "value"):
+        problems.append(f"sft.head: found {config.sft.head!r}, accepted: lm, value")
+    common = Config(model=config.model, parallel=config.parallel, fp8=config.fp8, megatron=config.megatron)
+    if impossible := check_config(common):
+        return problems + impossible
+    problems += check_world(config.parallel, world_size) + check_layout(hf_config, config.parallel)
+    problems += config_problems(hf_config, config.parallel, config.megatron, config.fp8)
+    return list(dict.fromkeys(problems))
+
+
 def batch_indices(num_rows: int, batch_size: int, step: int, seed: int) -> list[int]:
     """Rows of one step: an order keyed by (seed, epoch), without replacement within the epoch."""
     per_epoch = max(num_rows // batch_size, 1)
@@ -157,17 +175,17 @@ def learning_rate(stage: StageConfig, step: int) -> float:
 
 
 def microbatches_of(
-    batch: Sequence[WorkedSolution], stage: StageConfig, topology: Topology, pad_id: int
+    batch: Sequence[WorkedSolution], config: SftConfig, topology: Topology, pad_id: int
 ) -> list[PackedBatch]:
     """This data rank's microbatches. A value head is labelled at step ends only, so its loss starts at the prompt."""
-    packed = []
+    packed, stage, align = [], config.sft, token_alignment(topology, config.fp8)
     for indices in my_microbatches([len(row.token_ids) for row in batch], topology, stage.max_tokens_per_microbatch):
         rows = [batch[index] for index in indices]
         fields = {} if stage.head == "lm" else {"labelled": [_labelled(row) for row in rows],
                                                 "targets": [_targets(row) for row in rows]}  # fmt: skip
         batch_of = pack(
-            [row.token_ids for row in rows], fields, [row.prompt_len for row in rows], token_alignment(topology),
-            pad_id, length_multiple=length_multiple(topology.context),
+            [row.token_ids for row in rows], fields, [row.prompt_len for row in rows], align, pad_id,
+            length_multiple=length_multiple(topology.context),
         )  # fmt: skip
         packed.append(held_part(batch_of, topology))
     return packed

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ac2.data.worked import load_worked
-from tests.end_to_end.conftest import losses
-from tests.end_to_end.fork_server import Job
+from tests.end_to_end.conftest import losses, sft
+from tests.end_to_end.fork_server import ForkServer, Job
 
 
 def test_policy_learns_and_its_folder_loads_in_transformers(inputs: Path, start: tuple[Path, Job]) -> None:
@@ -46,3 +46,15 @@ def test_value_head_learns_on_the_policys_trunk(start: tuple[Path, Job], critic:
     before, after = (load_file(path / "model.safetensors") for path in (start[0], folder))
     name = "model.layers.0.mlp.down_proj.weight"
     assert before[name].shape == after[name].shape and not torch.equal(before[name], after[name])
+
+
+def test_fp8_rounds_the_same_step(
+    server: ForkServer, inputs: Path, start: tuple[Path, Job], critic: tuple[Path, Job], tmp_path: Path
+) -> None:
+    """Sequence parallel, whose ranks' shares of the tokens are padded to whole blocks; the critic's first step."""
+    changes = ("sft.head=value", "sft.num_steps=1", "parallel.tensor=2", "parallel.sequence=true")
+    emulated = ("fp8.recipe=blockwise", "fp8.emulate=true")
+    rounded = sft(server, inputs / "worked.jsonl", start[0], tmp_path / "critic", *changes, *emulated)
+    (found,), expected = losses(rounded), losses(critic[1])[0]
+    assert found == pytest.approx(expected, abs=0.05)
+    assert found != expected
