@@ -19,6 +19,7 @@ from megatron_ac2.model.checkpoint_tensors import copy_to_host, load_model, writ
 from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.hf_weights import export_hf_weights
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
+from tests.distributed.fp8_context import check_context
 from tests.distributed.groups import leave_groups
 from tests.distributed.model_cases import full_logits, run_packed
 
@@ -164,6 +165,7 @@ def main() -> None:
             assert all(1e-3 < value < 0.3 for value in changes(alone, exact)), (recipe, changes(alone, exact))
         if dist.get_rank() == 0:
             print("passed", recipe, f"{worst:.1e}", flush=True)
+    check_context(MODEL, fill)
     check_resharding(Path(sys.argv[1]))
     shutdown()
     print("done", flush=True)
