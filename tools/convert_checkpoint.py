@@ -5,8 +5,8 @@
 
 A torch_dist checkpoint has no layout of its own: --tensor, --pipeline, --virtual-pipeline, --expert say how the model
 is cut while it is converted (one too large for one process), and the result loads into any other. The Megatron folder
-also keeps config.json and the tokenizer in hf/, and what else is needed to come back in conversion.json. A conversion
-that fails leaves nothing at OUT.
+also keeps config.json and the tokenizer in hf/, and what else is needed to come back in conversion.json, with the
+Megatron-Core that wrote it: 0.16 and 0.19 read each other's. A conversion that fails leaves nothing at OUT.
 
 --verify reads the result back. Every tensor must be equal bit for bit (after rounding, if --dtype asks for it), and on
 a few tokens the logits those of transformers to the dtype's rounding; of a value head the values, against the trunk and
@@ -45,6 +45,11 @@ from megatron_ac2.model.hf_files import VALUE_HEAD_FILE, HfReader, copy_tokenize
 from megatron_ac2.model.hf_table import VALUE_HEAD  # noqa: E402
 from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights, save_hf  # noqa: E402
 from megatron_ac2.parallel.collectives import barrier, gather_objects  # noqa: E402
+from megatron_ac2.parallel.megatron_versions import (  # noqa: E402
+    common_file_problems,
+    installed,
+    write_common_file,
+)
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown  # noqa: E402
 from megatron_ac2.types import UserError  # noqa: E402
 from tools.compare_logits import check_logits  # noqa: E402
@@ -120,6 +125,7 @@ def read_source(arguments: argparse.Namespace) -> Source:
         reader = HfReader(folder)
         head = "value" if (folder / VALUE_HEAD_FILE).is_file() else "lm"
         value_outputs = reader.shape(VALUE_HEAD)[0] if head == "value" else 1
+        problems = []
         dtype = arguments.dtype or reader.dtype("model.embed_tokens.weight")
     else:
         note = read_note(folder)
@@ -127,7 +133,8 @@ def read_source(arguments: argparse.Namespace) -> Source:
         value_outputs = note.get("value_outputs", 1)
         if arguments.dtype not in (None, dtype):
             raise UserError(f"--dtype: found {arguments.dtype}; to-hf keeps the source's {dtype}")
-    problems = check_layout(hf_config, parallel)
+        problems = common_file_problems(folder, note.get("written_with", "another version of it"))
+    problems += check_layout(hf_config, parallel)
     if dtype not in DTYPES:
         problems.append(f"{folder}: weights are {dtype}, accepted: {', '.join(DTYPES)}; give --dtype")
     if problems:
@@ -165,7 +172,11 @@ def to_megatron(source: Source, topology: Topology, out: Path, verify: bool) -> 
     load_hf_weights(model, source.hf_config, topology, source.folder)
     dist_checkpointing.save(sharded_model(model, topology), str(out))
     if topology.rank == 0:
-        note = {"head": source.head, "value_outputs": source.value_outputs, "dtype": source.dtype}
+        write_common_file(out, {})  # a model has nothing beside its tensors
+        note = {
+            "head": source.head, "value_outputs": source.value_outputs, "dtype": source.dtype,
+            "written_with": installed(),
+        }  # fmt: skip
         source.hf_config.save_pretrained(out / _HF)
         copy_tokenizer(source.folder, out / _HF)
         (out / _NOTE).write_text(json.dumps(note))

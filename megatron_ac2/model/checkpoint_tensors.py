@@ -20,7 +20,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_ac2.model.chunks import gpt_models, load_state, sharded_state
 from megatron_ac2.parallel.failures import from_first, together
 from megatron_ac2.parallel.host_memory import check_here
+from megatron_ac2.parallel.megatron_versions import write_common_file
 from megatron_ac2.types import UserError
 
 _NUM_THREADS = 2  # and files a rank
@@ -78,7 +78,7 @@ def write_tensors(copy: HostCopy, folder: Path, group: dist.ProcessGroup | None)
     """Into `folder`, which exists. A collective of `group` and of no other. Raises RuntimeError on every rank."""
 
     def write_common() -> None:
-        torch.save(copy.common, folder / COMMON_STATE_FNAME)
+        write_common_file(folder, copy.common)
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
     from_first(write_common, f"checkpoint {folder}: cannot be written", group)

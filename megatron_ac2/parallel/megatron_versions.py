@@ -9,7 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from importlib import metadata
+from pathlib import Path
 from typing import Any
+
+import torch
 
 # The tests pass with these. Others may do, but we also call what Megatron changes without notice.
 TESTED = ("0.16.1", "0.19.2")
@@ -32,6 +36,32 @@ def with_parts(builder: Any, parts: Any) -> Any:
     if isinstance(builder, functools.partial):
         return functools.partial(builder.func, *builder.args, **{**builder.keywords, "submodules": parts})
     return dataclasses.replace(builder, submodules=parts)
+
+
+_COMMON_FILE = "common.pt"
+
+
+def installed() -> str:
+    return f"megatron-core {metadata.version('megatron-core')}"
+
+
+def write_common_file(folder: Path, common: dict[str, Any]) -> None:
+    """What a distributed checkpoint holds beside tensors, in a file of its own. Before 0.19 none is read without it;
+    0.19 has it among the tensors, and reads the file where there is one."""
+    torch.save(common, folder / _COMMON_FILE)
+
+
+def common_file_problems(folder: Path, written_with: str) -> list[str]:
+    """Why the Megatron here cannot read a distributed checkpoint that lacks that file, as messages."""
+    from megatron.core import dist_checkpointing
+
+    needs_it = "common_strategy" in inspect.signature(dist_checkpointing.load).parameters
+    if not needs_it or (folder / _COMMON_FILE).is_file():
+        return []
+    return [
+        f"{folder}: no {_COMMON_FILE}, which {installed()} cannot read it without; written with {written_with}: read "
+        "it there, or write it anew"
+    ]
 
 
 def routing_bytes_per_expert() -> int:

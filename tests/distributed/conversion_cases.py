@@ -9,9 +9,12 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from safetensors.torch import load_file
 
 from megatron_ac2.config_training import ParallelConfig
@@ -44,15 +47,47 @@ def round_trip(folder: Path, there: tuple, back: tuple, scratch: Path) -> None:
         convert([*map(str, arguments), "--verify"])
         leave_groups()
     if dist.get_rank() == 0:
-        for file in folder.glob("*.safetensors"):
-            found, expected = load_file(hf / file.name), load_file(file)
-            assert found.keys() == expected.keys()
-            for name, tensor in expected.items():
-                assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        assert_same(hf, folder)
         shutil.rmtree(megatron)
         shutil.rmtree(hf)
         print("passed", folder.name, there, back, flush=True)
     dist.barrier()
+
+
+def assert_same(found_folder: Path, folder: Path) -> None:
+    for file in folder.glob("*.safetensors"):
+        found, expected = load_file(found_folder / file.name), load_file(file)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def check_a_newer_megatrons_folder(folder: Path, scratch: Path) -> None:
+    """Megatron 0.19 puts what 0.16 writes into common.pt among the tensors: the tool adds the file, so that both read
+    the folder. One that lacks it is refused by name where it is needed."""
+    save, megatron, hf = dist_checkpointing.save, scratch / "newer", scratch / "newer_hf"
+
+    def newer_save(state: dict, path: str) -> None:
+        state["common_state"] = ShardedObject("common_state", {}, (1,), (0,), replica_id=dist.get_rank())
+        save(state, path)
+        if dist.get_rank() == 0:
+            (Path(path) / "common.pt").unlink(missing_ok=True)
+
+    with mock.patch.object(dist_checkpointing, "save", newer_save):
+        convert(["to-megatron", str(folder), str(megatron)])
+    leave_groups()
+    convert(["to-hf", str(megatron), str(hf)])
+    if dist.get_rank() == 0:
+        assert_same(hf, folder)
+        (megatron / "common.pt").unlink()
+    leave_groups()
+    try:
+        convert(["to-hf", str(megatron), str(scratch / "refused")])
+    except UserError as error:
+        assert f"{megatron}: no common.pt" in str(error) and "written with megatron-core 0.1" in str(error), error
+    else:
+        assert hasattr(dist_checkpointing.serialization, "load_common")  # 0.19 does without
+        leave_groups()
 
 
 def check_it_can_fail(folder: Path) -> None:
@@ -84,6 +119,7 @@ def main() -> None:
         for folder in folders:
             if fits(folder, there) and fits(folder, back):
                 round_trip(folder, there, back, scratch)
+    check_a_newer_megatrons_folder(folders[0], scratch)
     check_it_can_fail(folders[0])
     shutdown()
     print("done", flush=True)
