@@ -19,6 +19,7 @@ from megatron_ac2.inputs import Inputs, read_inputs, stop_token_ids
 from megatron_ac2.model.build import build_model
 from megatron_ac2.model.checkpoint import CheckpointSaver, Kept, load_checkpoint
 from megatron_ac2.model.data_parallel import wrap_ddp
+from megatron_ac2.model.hf_files import HfReader
 from megatron_ac2.model.hf_weights import load_hf_weights
 from megatron_ac2.model.value_head import HEAD_OUTPUTS
 from megatron_ac2.parallel.topology import Topology, add_topology, init_topology
@@ -96,7 +97,7 @@ def build(config: Config) -> tuple[Parts, RunState]:
         decoding=Decoding.of(config, inputs.hf_config.vocab_size), decoding_cost=DecodingCost.of(inputs.hf_config),
         models=models, optimizers=optimizers,
         identity=identity(config, inputs.hf_config, inputs.tokenizer, PROMPT_HASH, inputs.train,
-                          inputs.critic_hf_config),
+                          inputs.critic_hf_config, _reference_weights(config)),
         saver=CheckpointSaver(
             checkpoint_root(config), Kept(config.run.keep_checkpoints, config.run.keep_every),
             config.run.async_save, config.run.timeout_minutes,
@@ -142,9 +143,16 @@ def _reference_model(config: Config, inputs: Inputs, place: _Place) -> torch.nn.
     """The frozen model of actor.reference_kl. Its weights are on disk already, so that no checkpoint holds them."""
     if not config.actor.reference_kl.coefficient:
         return None
-    path = config.actor.reference_kl.path or config.model.path
     head = _policy_head(config)
-    return _load_model(inputs.hf_config, path, head, place, config, distributed=False, trained=False)
+    return _load_model(inputs.hf_config, _reference_path(config), head, place, config, distributed=False, trained=False)
+
+
+def _reference_path(config: Config) -> str:
+    return config.actor.reference_kl.path or config.model.path
+
+
+def _reference_weights(config: Config) -> str:
+    return HfReader(_reference_path(config)).fingerprint() if config.actor.reference_kl.coefficient else "none"
 
 
 def _policy_head(config: Config) -> str:

@@ -80,10 +80,12 @@ def identity(
     prompt_hash: str,
     train: Sequence[Problem],
     critic_hf_config: Any | None = None,
+    reference: str = "none",
 ) -> dict[str, str]:
     """What must not change between a checkpoint and the run that loads it; compared key by key.
 
-    `critic_hf_config` is that of a critic with a model of its own.
+    `critic_hf_config` is that of a critic with a model of its own; `reference` tells the frozen weights of
+    actor.reference_kl, which no checkpoint holds, from others.
     """
     template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
     kind = critic_kind(config)
@@ -95,6 +97,7 @@ def identity(
         "critic.kind": kind,
         "critic.head": config.critic.head if kind == "value_head" else "none",
         "critic.model": "none" if critic_hf_config is None else _architecture(critic_hf_config),
+        "actor.reference_kl.path": reference,
         "value_prompt": prompt_hash,
         "run.seed": str(config.run.seed),
     }

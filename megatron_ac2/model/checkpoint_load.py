@@ -58,7 +58,9 @@ def _differences(
     identity: Mapping[str, str],
 ) -> list[str]:
     saved = state["identity"]
-    pairs = [(key, saved.get(key), identity.get(key)) for key in sorted({*saved, *identity})]
+    # A key that either does not know yet stands for none.
+    keys = [key for key in sorted({*saved, *identity}) if saved.get(key, "none") != identity.get(key, "none")]
+    pairs = [(key, saved.get(key), identity.get(key)) for key in keys]
     stored = {name: part["kinds"] for name, part in state["optimizers"].items()}
     pairs += [(f"model {name}", state["models"].get(name), dtype_name(model)) for name, model in models.items()]
     pairs += [(f"optimizer {name}", stored.get(name), list(optimizer.kinds)) for name, optimizer in optimizers.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -22,6 +23,7 @@ _TOKENIZER_FILES = (
     "generation_config.json",
 )  # fmt: skip
 _MAX_FILE_BYTES = 4 * 1024**3
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file, for a fingerprint
 
 
 class HfReader:
@@ -56,6 +58,20 @@ class HfReader:
         if start >= end:
             return lazy[:0]
         return lazy[start:end] if dim == 0 else lazy[:, start:end]
+
+    def fingerprint(self) -> str:
+        """From sizes and sampled bytes, wherever the folder is: other weights have another. A change to a small part
+        of a large file may go unseen."""
+        digest, total = hashlib.sha256(), 0
+        for file in sorted({*self._files.values()}):
+            size = file.stat().st_size
+            total += size
+            digest.update(f"{file.name} {size}".encode())
+            with open(file, "rb") as opened:
+                for index in range(_SAMPLES):
+                    opened.seek(index * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
+                    digest.update(opened.read(_SAMPLE_BYTES))
+        return f"{total} bytes, {digest.hexdigest()[:16]}"
 
     def _slice(self, name: str) -> Any:
         if name not in self._files:

@@ -312,6 +312,8 @@ def refusals_case(folder: Path, scratch: Path) -> None:
     save_checkpoint(root, 1, models, optimizers, {"a": 1}, 1, IDENTITY)
     before = trainee.weights()
     assert_refused(lambda: load(identity={**IDENTITY, "model": "huge"}), UserError, "model:", "'tiny'", "'huge'")
+    load(identity={**IDENTITY, "unknown then": "none"})
+    assert_refused(lambda: load(identity={**IDENTITY, "unknown then": "some"}), UserError, "unknown then: found none")
     assert_refused(lambda: load(models={"n": trainee.model}), UserError, "model n: found none")
     half = Trainee(folder, TP2, True, torch.bfloat16)
     assert_refused(lambda: load(models={"m": half.model}, optimizers={}), UserError, "float32", "bfloat16")

@@ -167,10 +167,12 @@ def test_checkpoint_of_another_model_data_set_and_tokenizer_is_refused(
     (tmp_path / "fewer.jsonl").write_text("".join((inputs / "train.jsonl").read_text().splitlines(True)[:-1]))
     before = (straight / "metrics.jsonl").read_text()
     changes = (f"model.path={tmp_path / 'other'}", f"data.train={tmp_path / 'fewer.jsonl'}", "parallel.pipeline=1")
+    changes += ("actor.reference_kl.coefficient=0.1", f"actor.reference_kl.path={tmp_path / 'other'}")
     job = launcher.run(straight, "critic.path=null", *changes, num_ranks=1)
     assert job.statuses == [2]
     assert "num_hidden_layers=4" in job.logs[0] and "num_hidden_layers=2" in job.logs[0]
-    for named in ("12 problems", "11 problems", "tokenizer: found", "chat_template: found"):
+    reference = "actor.reference_kl.path: found 'none'"
+    for named in ("12 problems", "11 problems", "tokenizer: found", "chat_template: found", reference):
         assert named in job.logs[0], named
     assert (straight / "metrics.jsonl").read_text() == before
 

@@ -45,6 +45,30 @@ def test_ranges_end_where_the_tensor_does(tmp_path: Path):
     assert reader.read_range("layer.0.weight", 0, 4, 8).shape == (0, 3)
 
 
+def test_a_fingerprint_tells_weights_apart_and_not_places(tmp_path: Path):
+    for max_file_bytes in (1 << 30, 100):
+        folder = write(tmp_path / f"model_{max_file_bytes}", max_file_bytes)
+        found = HfReader(folder).fingerprint()
+        assert found.startswith(f"{sum(file.stat().st_size for file in folder.glob('*.safetensors'))} bytes, ")
+        folder.rename(tmp_path / f"moved_{max_file_bytes}")
+        folder = tmp_path / f"moved_{max_file_bytes}"
+        assert HfReader(folder).fingerprint() == found
+        file = max(folder.glob("model*.safetensors"))
+        trained = {name: tensor + 1e-3 for name, tensor in load_file(file).items()}
+        save_file(trained, file, metadata={"format": "pt"})
+        assert HfReader(folder).fingerprint() != found
+
+
+def test_a_fingerprint_reads_little_of_a_large_file_and_finds_training(tmp_path: Path):
+    torch.manual_seed(0)
+    weight = torch.randn(2048, 1024)
+    save_file({"weight": weight}, tmp_path / "model.safetensors")
+    found = HfReader(tmp_path).fingerprint()
+    weight[::20] *= 1.01  # one row in twenty
+    save_file({"weight": weight}, tmp_path / "model.safetensors")
+    assert HfReader(tmp_path).fingerprint() != found
+
+
 def test_failed_write_leaves_the_old_folder(tmp_path: Path):
     folder = write(tmp_path / "model")
     with pytest.raises(OSError, match="disk"), HfFolderWriter(folder) as writer:

@@ -39,13 +39,20 @@ class Tokenizer:
 
 def made(
     kind: str = "generative", head: str = "bce", tokenizer: Tokenizer | None = None, wording: str = "w",
-    problems: list[Problem] = PROBLEMS, critic: dict | None = None, seed: int = 0, **architecture: object,
+    problems: list[Problem] = PROBLEMS, critic: dict | None = None, seed: int = 0, reference: str = "none",
+    **architecture: object,
 ) -> dict[str, str]:  # fmt: skip
     config = Config()
     config.critic.kind, config.critic.head, config.run.seed = kind, head, seed
     critic_hf = None if critic is None else SimpleNamespace(**critic)
     return identity(
-        config, SimpleNamespace(**(HF | architecture)), tokenizer or Tokenizer(), wording, problems, critic_hf
+        config,
+        SimpleNamespace(**(HF | architecture)),
+        tokenizer or Tokenizer(),
+        wording,
+        problems,
+        critic_hf,
+        reference,
     )
 
 
@@ -68,6 +75,7 @@ def other_tokens(problem: Problem) -> Problem:
         ({"tokenizer": Tokenizer(chat_template="")}, {"chat_template"}),
         ({"wording": "other"}, {"value_prompt"}),
         ({"seed": 1}, {"run.seed"}),
+        ({"reference": "8 bytes, ab12"}, {"actor.reference_kl.path"}),
         ({"num_hidden_layers": 5}, {"model"}),
         ({"rope_parameters": {"rope_theta": 1e6}}, {"model"}),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, {"model"}),
