@@ -100,6 +100,11 @@ class ActorConfig:
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)
     score_centering: ScoreCenteringConfig = field(default_factory=ScoreCenteringConfig)
     reference_kl: ReferenceKLConfig = field(default_factory=ReferenceKLConfig)
+    # Mixtures of experts (R3, arXiv 2510.11370): score and train with the experts that the engine chose for each token;
+    # how much each counts, and its gradient, are the trainer's. The choice stays as it was sampled, under all of a
+    # step's updates and where the engine's weights are older (engine.publish_every): ratios are those of policies that
+    # share it. The reference model and critics choose for themselves.
+    router_replay: bool = False
 
 
 @dataclass

@@ -181,6 +181,7 @@ def train_sequences(
                 empty_prefix=len(prefix.response_ids) == 0,
                 top_ids=chunk.top_ids,
                 top_logprobs=chunk.top_logprobs,
+                routed_experts=chunk.routed_experts,
             )
             for g, chunk in enumerate(group.chunks)
         ]

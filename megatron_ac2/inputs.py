@@ -17,7 +17,9 @@ from megatron_ac2.config import Config, critic_kind
 from megatron_ac2.critic_inputs import critic_problems
 from megatron_ac2.data.graders import ungradable
 from megatron_ac2.data.problems import load_problems
+from megatron_ac2.engine.routed_experts import recording_problems
 from megatron_ac2.model.build import check_layout, load_hf_config, transformer_config
+from megatron_ac2.model.router_replay import replay_problems
 from megatron_ac2.parallel.topology import check_world
 from megatron_ac2.types import Problem, UserError
 
@@ -63,6 +65,8 @@ def read_inputs(config: Config) -> Inputs:
     if hf_config is not None:
         problems += check_layout(hf_config, config.parallel)
         attempt(lambda: transformer_config(hf_config, config.parallel, torch.float32, config.megatron, config.fp8))
+        if config.actor.router_replay:
+            problems += replay_problems(hf_config, config.megatron) + recording_problems()
     if critic_hf is not None and has_own_critic:
         problems += critic_problems(config, hf_config, critic_hf, tokenizer, world_size)
     if config.actor.loss_op == "triton" and not torch.cuda.is_available():

@@ -109,4 +109,5 @@ def _actor_metrics(scored: dict[str, float], updates: Sequence[dict[str, float]]
         "mean_abs": "logprob_abs_mean", "max_abs": "logprob_abs_max", "k1": "kl_k1", "k3": "kl_k3", "ess": "ess",
         "ratio_above_2": "ratio_above_2", "ratio_below_half": "ratio_below_half",
     }  # fmt: skip
+    names |= {"rerouted": "rerouted"} if "mismatch/rerouted" in scored else {}
     return metrics | {f"mismatch/{new}": scored[f"mismatch/{old}"] for old, new in names.items()}

@@ -47,6 +47,7 @@ METRICS: dict[str, str] = {
     "mismatch/kl_k1": "KL(engine, trainer), k1",
     "mismatch/kl_k3": "KL(engine, trainer), k3",
     "mismatch/ess": "effective sample size of the token ratios, share",
+    "mismatch/rerouted": "share of (token, layer) where the trainer would choose other experts than the engine",
     "actor/entropy": "mean token entropy (nats)",
     "actor/clip_high": "upper clip",
     "actor/grad_norm": "gradient norm",

@@ -11,6 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from megatron_ac2.algorithm.value_prompt import PROMPT_HASH
+from megatron_ac2.architecture import sparse_layers
 from megatron_ac2.config import Config, critic_kind, critic_parallel
 from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.data.graders import RuleGrader
@@ -85,6 +86,7 @@ def build(config: Config) -> tuple[Parts, RunState]:
     engine = ColocatedEngine(
         config.model.path, config.engine, topology, config.model.dtype, inputs.max_model_len,
         stop_token_ids(config.model.path, inputs.tokenizer), config.run.seed,
+        recorded_layers=np.flatnonzero(sparse_layers(inputs.hf_config)) if config.actor.router_replay else (),
     )  # fmt: skip
     turns = Turns(offload, engine)
     turns.train(publish_follows=True)

@@ -38,13 +38,14 @@ class Decoding:
     top_p: float = 1.0
     top_k: int = 0
     num_top_logprobs: int = 0
+    record_experts: bool = False  # of chunks
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> Decoding:
         sampling = config.sampling
         return cls(
             sampling.response_budget, sampling.temperature, sampling.top_p, sampling.top_k or 0,
-            num_recorded_logprobs(config, vocab_size),
+            num_recorded_logprobs(config, vocab_size), config.actor.router_replay,
         )  # fmt: skip
 
 
@@ -124,13 +125,16 @@ def sample_step(
 def _chunk_request(ids: np.ndarray, continuation: Continuation, decoding: Decoding, seed: int) -> SampleRequest:
     return SampleRequest(
         ids, continuation.max_new_tokens, decoding.temperature, seed, decoding.num_top_logprobs, decoding.top_p,
-        decoding.top_k,
+        decoding.top_k, decoding.record_experts,
     )  # fmt: skip
 
 
 def _chunk(sample: Sample, continuation: Continuation, decoding: Decoding) -> Chunk:
     stop = stop_reason(sample, continuation, decoding.response_budget)
-    return Chunk(sample.token_ids, sample.logprobs, sample.versions, stop, sample.top_ids, sample.top_logprobs)
+    return Chunk(
+        sample.token_ids, sample.logprobs, sample.versions, stop, sample.top_ids, sample.top_logprobs,
+        sample.routed_experts,
+    )  # fmt: skip
 
 
 def response_of(group: ChunkGroup, chunk: Chunk) -> np.ndarray:

@@ -81,6 +81,7 @@ class SampleRequest:
     num_top_logprobs: int = 0  # also return the k most likely tokens' log-probs at each position
     top_p: float = 1.0
     top_k: int = 0  # sample among the k most likely tokens; 0: the whole vocabulary
+    record_experts: bool = False  # also return which experts the engine's routers chose
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class Sample:
     finish: Literal["stop", "length"]
     top_ids: np.ndarray | None = None  # int32[N, k]
     top_logprobs: np.ndarray | None = None  # float32[N, k]; -inf outside of what top_p and top_k left
+    routed_experts: np.ndarray | None = None  # uint8 or uint16[P + S + N - 1, layers, k]: the last was never fed
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class Chunk:
     stop: Stop  # "chunk_end" bootstraps from the critic; "eos" and "budget" are graded
     top_ids: np.ndarray | None = None  # int32[N, k], the sampler's k most likely tokens, where they were asked for
     top_logprobs: np.ndarray | None = None  # float32[N, k]
+    routed_experts: np.ndarray | None = None  # [P + S + N - 1, layers, k], the sample's
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +189,7 @@ class TrainSequence:
     empty_prefix: bool  # entropy control looks at these only
     top_ids: np.ndarray | None = None  # int32[N, k]
     top_logprobs: np.ndarray | None = None  # float32[N, k]
+    routed_experts: np.ndarray | None = None  # [at most P + S + N, layers, k]: of the first tokens, context included
 
 
 @dataclass(slots=True)
@@ -193,11 +197,10 @@ class PackedBatch:
     """One microbatch: sequences laid end to end (the "thd" layout), padded at the end to an aligned length.
 
     Each sequence may have padding of its own behind it, which is counted to it. `context` > 1: per-token tensors are
-    the T / context positions that one context-parallel rank holds (parallel/context.py); `cu_seqlens` and
-    `max_seq_len` stay those of the whole batch.
+    one context-parallel rank's T / context positions (parallel/context.py); `cu_seqlens`, `max_seq_len` the whole's.
 
-    `labels[t]` is the token after position t inside the same sequence, and every per-token field below sits at the
-    position whose logits predict that label. `loss_mask` is zero on context, padding and each sequence's last position.
+    `labels[t]` is the token after position t inside the same sequence; `fields` sit at the position whose logits
+    predict it. `loss_mask` is zero on context, padding and each sequence's last position.
     """
 
     token_ids: torch.Tensor  # int64[1, T]
@@ -209,6 +212,7 @@ class PackedBatch:
     # [1, T] or [1, T, k] each: behavior_logprobs, proximal_logprobs, advantages, targets, top_ids, ...
     fields: dict[str, torch.Tensor]
     context: int = 1
+    routed_experts: torch.Tensor | None = None  # int16[1, T, layers, k], each token's at its own position
 
 
 class Sampler(Protocol):

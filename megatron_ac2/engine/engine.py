@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_ac2.config import EngineConfig
-from megatron_ac2.engine.environment import preserved_process, preserved_random_state, quiet, set_environment
+from megatron_ac2.engine.environment import preserved_random_state
 from megatron_ac2.engine.requests import check_requests, divide_requests, merge_shares, pack_samples, to_sample
+from megatron_ac2.engine.routed_experts import ExpertRecord
+from megatron_ac2.engine.vllm_arguments import build_vllm, vllm_arguments
 from megatron_ac2.parallel.collectives import gather_objects
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.types import Sample, SampleRequest, UserError
 
-_CPU_BATCHED_TOKENS = 8192  # tokens an engine step may prefill
 Progress = Callable[[int, int], None]  # (finished, asked) on this replica
 
 
@@ -54,8 +55,12 @@ class ColocatedEngine:
         stop_token_ids: Sequence[int],
         seed: int,
         version: int = 0,
+        recorded_layers: Sequence[int] = (),
     ):
-        """Starts with the weights in `model_path`, called `version`. Raises `UserError` for options vLLM refuses."""
+        """Starts with the weights in `model_path`, called `version`. Raises `UserError` for options vLLM refuses.
+
+        `recorded_layers`: those whose experts a request may ask for (`SampleRequest.record_experts`).
+        """
         if not dist.is_initialized():
             raise RuntimeError("init_process_group must come before the engine: vLLM would make a world of its own")
         if topology.world_size % engine.tensor_parallel:
@@ -71,8 +76,11 @@ class ColocatedEngine:
         self._replica, self._replica_rank = divmod(topology.rank, engine.tensor_parallel)
         self._asleep: int | None = None  # the sleep level
         self._unusable: str | None = None
+        self._experts = ExpertRecord(recorded_layers, topology)
         arguments = dict(model=model_path, dtype=dtype, max_model_len=max_model_len, seed=seed)
-        self._llm = _build(arguments | _arguments(engine, topology, max_model_len), engine.options, topology.on_cpu)
+        arguments |= vllm_arguments(engine, topology, max_model_len) | self._experts.arguments()
+        self._llm = build_vllm(arguments, engine.options, topology.on_cpu)
+        self._experts.start(self._llm)
 
     def sample(self, requests: Sequence[SampleRequest], progress: Progress | None = None) -> list[Sample]:
         """One sample a request, in order, the same list on every rank.
@@ -160,15 +168,18 @@ class ColocatedEngine:
     ) -> tuple[dict[int, Sample], CallStats]:
         """Step vLLM until all are done, turning each output into arrays as it finishes."""
         engine = self._llm.llm_engine
+        ids: dict[int, str] = {}  # vLLM's own
         for index, request in requests.items():
             prompt = {"prompt_token_ids": np.asarray(request.prompt_ids).tolist()}
-            engine.add_request(str(index), prompt, self._sampling_params(request))
+            ids[index] = engine.add_request(str(index), prompt, self._sampling_params(request))
         samples: dict[int, Sample] = {}
         num_prompt = num_cached = num_new = 0
         while engine.has_unfinished_requests():
             for output in engine.step():
                 index = int(output.request_id)
-                samples[index] = to_sample(output.outputs[0], requests[index], self.version)
+                asked = requests[index].record_experts
+                routed = self._experts.read(self._llm, ids[index], output) if asked else None
+                samples[index] = to_sample(output.outputs[0], requests[index], self.version, routed)
                 num_prompt += len(requests[index].prompt_ids)
                 num_cached += output.num_cached_tokens or 0
                 num_new += len(samples[index].token_ids)
@@ -193,51 +204,3 @@ class ColocatedEngine:
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-
-
-def _arguments(engine: EngineConfig, topology: Topology, max_model_len: int) -> dict[str, Any]:
-    """The vLLM arguments that the design fixes, or that have a config field of their own."""
-    arguments: dict[str, Any] = {
-        "max_num_seqs": engine.max_num_seqs,
-        "block_size": engine.block_size,
-        "tensor_parallel_size": engine.tensor_parallel,
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # not the model folder's default temperature, top-p and the like
-        "logprobs_mode": "processed_logprobs",
-        "max_logprobs": -1,
-        "enable_prefix_caching": True,
-        "worker_extension_cls": "megatron_ac2.engine.vllm_worker.WeightReceiver",
-    }
-    if topology.on_cpu:
-        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30)}
-        # A prompt cut over two engine steps rewinds its request's generator: vLLM raises, as CPU generators cannot.
-        arguments |= {
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(max_model_len, _CPU_BATCHED_TOKENS),
-        }
-    else:
-        arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": engine.gpu_memory_utilization}
-    # The default executor knows no rank: it would put every engine of a node on GPU 0.
-    if engine.tensor_parallel > 1 or not topology.on_cpu:
-        arguments["distributed_executor_backend"] = "external_launcher"
-    if engine.tensor_parallel > 1 and topology.on_cpu:
-        arguments["worker_cls"] = "megatron_ac2.engine.vllm_cpu_worker.TorchrunCPUWorker"
-    return arguments
-
-
-def _build(arguments: dict[str, Any], options: dict[str, Any], on_cpu: bool) -> Any:
-    set_environment(on_cpu)
-    with preserved_process():
-        with quiet():
-            from vllm import LLM
-            from vllm.engine.arg_utils import EngineArgs
-        known = {field.name for field in fields(EngineArgs)}
-        problems = [f"engine.options.{name}: vLLM has no such argument" for name in options if name not in known]
-        problems += [f"engine.options.{name}: set by megatron_ac2" for name in options if name in arguments]
-        if problems:
-            raise UserError(problems)
-        try:
-            with quiet():
-                return LLM(**arguments, **options)
-        except ValueError as error:
-            raise UserError(f"engine: vLLM refused its configuration: {error}") from error

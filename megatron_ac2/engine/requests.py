@@ -96,7 +96,9 @@ def _by_prompt(requests: Sequence[SampleRequest]) -> list[list[int]]:
     return [sorted(indices) for _, indices in shared]
 
 
-def to_sample(completion: Any, request: SampleRequest, version: int) -> Sample:
+def to_sample(
+    completion: Any, request: SampleRequest, version: int, routed_experts: np.ndarray | None = None
+) -> Sample:
     """vLLM's completion -> arrays. Its log-probs hold, a position, the sampled token and then the k most likely."""
     num_top = request.num_top_logprobs
     token_ids = np.array(completion.token_ids, dtype=np.int32)
@@ -114,6 +116,7 @@ def to_sample(completion: Any, request: SampleRequest, version: int) -> Sample:
         finish=completion.finish_reason,
         top_ids=ids[:, 1:].copy() if num_top else None,
         top_logprobs=logprobs[:, 1:].copy() if num_top else None,
+        routed_experts=routed_experts,
     )
 
 
@@ -128,6 +131,7 @@ def pack_samples(samples: Mapping[int, Sample]) -> Packed:
     ordered = sorted(samples.items())
     values = [sample for _, sample in ordered]
     tops = [sample for sample in values if sample.top_ids is not None]
+    routed = [sample.routed_experts for sample in values if sample.routed_experts is not None]
 
     def flat(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
         return np.concatenate([array.ravel() for array in arrays]).astype(dtype) if arrays else np.zeros(0, dtype)
@@ -142,16 +146,19 @@ def pack_samples(samples: Mapping[int, Sample]) -> Packed:
         "versions": flat([sample.versions for sample in values], np.int32),
         "top_ids": flat([sample.top_ids for sample in tops], np.int32),
         "top_logprobs": flat([sample.top_logprobs for sample in tops], np.float32),
+        "num_routed": np.array([0 if s.routed_experts is None else len(s.routed_experts) for s in values], np.int32),
+        "routed_experts": np.concatenate(routed) if routed else np.zeros((0, 0, 0), np.uint8),
     }
 
 
 def unpack_samples(packed: Packed) -> dict[int, Sample]:
     """The inverse of `pack_samples`; the samples' arrays are views into the flat ones."""
     samples = {}
-    at = top_at = 0
-    columns = (packed[name].tolist() for name in ("index", "length", "finish", "num_top"))
-    for index, length, finish, num_top in zip(*columns, strict=True):
+    at = top_at = routed_at = 0
+    columns = (packed[name].tolist() for name in ("index", "length", "finish", "num_top", "num_routed"))
+    for index, length, finish, num_top, num_routed in zip(*columns, strict=True):
         here, top = slice(at, at + length), slice(top_at, top_at + length * num_top)
+        routed = slice(routed_at, routed_at + num_routed)
         samples[index] = Sample(
             token_ids=packed["token_ids"][here],
             logprobs=packed["logprobs"][here],
@@ -159,8 +166,9 @@ def unpack_samples(packed: Packed) -> dict[int, Sample]:
             finish=_FINISHES[finish],
             top_ids=packed["top_ids"][top].reshape(length, num_top) if num_top else None,
             top_logprobs=packed["top_logprobs"][top].reshape(length, num_top) if num_top else None,
+            routed_experts=packed["routed_experts"][routed] if num_routed else None,
         )
-        at, top_at = here.stop, top.stop
+        at, top_at, routed_at = here.stop, top.stop, routed.stop
     return samples
 
 

@@ -70,3 +70,10 @@ def routing_bytes_per_expert() -> int:
     from megatron.core.transformer.moe.moe_utils import permute
 
     return 8 if "tokens_per_expert" in inspect.signature(permute).parameters else 1 + 4
+
+
+def asks_for_replayed_experts() -> bool:
+    """Whether a router calls what stands in its `router_replay` (since 0.16) for the experts of its tokens."""
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    return "router_replay" in inspect.signature(topk_routing_with_score_function).parameters

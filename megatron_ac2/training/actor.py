@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +13,10 @@ from megatron_ac2.algorithm.objective import aggregation_weights
 from megatron_ac2.algorithm.objective_parts import PolicyObjective
 from megatron_ac2.config import Config, num_recorded_logprobs
 from megatron_ac2.data.packing import num_sequences, pack, sequence_ids
+from megatron_ac2.data.routing import routing_column
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs
+from megatron_ac2.model.router_replay import RouterReplay
+from megatron_ac2.parallel.collectives import reduce_scalars
 from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training import step
@@ -71,6 +75,7 @@ class Actor:
         # Under top-p or top-k the engine's log-probs are those of what the filter left: so must ours be.
         self.is_filtered = config.sampling.top_p < 1 or bool(config.sampling.top_k)
         self.num_recorded = num_recorded_logprobs(config, vocab_size)
+        self.replay = RouterReplay(model) if config.actor.router_replay else None
         self.pad_id = pad_id
         self.align = align or step.token_alignment(topology, config.fp8)
         self._updates_since_score = 0
@@ -102,10 +107,14 @@ class Actor:
         """
         if self.reference is not None:
             step.forward_only(self.reference, minibatch.microbatches, self._score_reference, self.topology)
-        collected = step.forward_only(self.model, minibatch.microbatches, self._score_microbatch, self.topology)
+        with self.replay.counting(self.topology.device) if self.replay else nullcontext() as counted:
+            collected = step.forward_only(self.model, minibatch.microbatches, self._score_microbatch, self.topology)
         minibatch.scored = True
         self._updates_since_score = 0
-        return step.reduce_metrics(collected, self.topology)
+        sums = step.reduce_metrics(collected, self.topology)
+        if counted is not None:  # each rank its layers and its tokens
+            sums |= reduce_scalars(dict(zip(("routed", "rerouted"), counted.tolist())))
+        return sums
 
     def update(self, minibatch: Minibatch, clip_high: float) -> dict[str, float]:
         """One step on a scored minibatch: the loss, means over its loss tokens of what the objective reports, norms.
@@ -167,6 +176,11 @@ class Actor:
         units = torch.zeros_like(weights, dtype=torch.int64)
         units[0, 0] = num_units  # at one position, which one context rank holds
         batch.fields |= {"loss_weights": weights, "units": units}
+        if self.replay:
+            batch.routed_experts = routing_column(
+                [sequence.routed_experts for sequence in sequences], batch.cu_seqlens, batch.token_ids.shape[1],
+                self.replay.num_layers, self.replay.top_k,
+            )  # fmt: skip
         return held_part(batch, self.topology)
 
     def _generated_logprobs(self, output: torch.Tensor, batch: PackedBatch) -> torch.Tensor:

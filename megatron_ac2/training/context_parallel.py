@@ -35,7 +35,8 @@ def held_part(batch: PackedBatch, topology: Topology) -> PackedBatch:
             )
         num_held = batch.token_ids.shape[1] // topology.context
         mine = held_positions(batch.cu_seqlens, topology.context, num_held)[topology.context_rank]
-        per_token = ("token_ids", "position_ids", "labels", "loss_mask")
+        per_token = ["token_ids", "position_ids", "labels", "loss_mask"]
+        per_token += ["routed_experts"] if batch.routed_experts is not None else []
         batch = replace(
             batch,
             **{name: getattr(batch, name)[:, mine] for name in per_token},

@@ -34,13 +34,14 @@ def score_metrics(scores: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The sums of one or more `Actor.score` calls -> means. k1, k3: estimates of KL(engine || trainer) in nats a token.
 
     "ess" is (sum r)^2 / (n sum r^2) for r = trainer / engine, 1 when they agree. `empty_prefix_entropy` is NaN when no
-    response to a bare problem was generated.
+    response to a bare problem was generated. "mismatch/rerouted" is there with router replay only.
     """
     scores = list(scores)
     total = {name: math.fsum(score[name] for score in scores) for name in scores[0]}
     tokens = max(total["tokens"], 1.0)
     empty = total["empty_prefix_tokens"]
-    return {
+    routing = {"mismatch/rerouted": total["rerouted"] / max(total["routed"], 1.0)} if "routed" in total else {}
+    return routing | {
         "num_tokens": total["tokens"],
         "entropy": total["entropy"] / tokens,
         "empty_prefix_entropy": total["empty_prefix_entropy"] / empty if empty else math.nan,

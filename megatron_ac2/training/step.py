@@ -27,7 +27,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
@@ -36,6 +35,7 @@ from megatron_ac2.config_training import Fp8Config
 from megatron_ac2.data.packing import plan_microbatches
 from megatron_ac2.model.chunks import chunks_of
 from megatron_ac2.model.fp8 import token_multiple
+from megatron_ac2.model.router_replay import RoutedSeqParams, routers_part
 from megatron_ac2.parallel.active import active
 from megatron_ac2.parallel.collectives import broadcast_object, reduce_scalars
 from megatron_ac2.parallel.host_memory import check_here
@@ -170,7 +170,7 @@ def _run(
     schedule = get_forward_backward_func(pp_size=topology.pipeline, vp_size=topology.virtual_pipeline)
     with active(topology.pg):
         return schedule(
-            forward_step_func=partial(_forward_step, function),
+            forward_step_func=partial(_forward_step, function, topology),
             data_iterator=[iter(microbatches) for _ in chunks],
             model=chunks,
             num_microbatches=len(microbatches),
@@ -184,10 +184,10 @@ def _run(
 
 
 def _forward_step(
-    function: Any, batches: Iterator[PackedBatch], model: torch.nn.Module
+    function: Any, topology: Topology, batches: Iterator[PackedBatch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     batch = next(batches)
-    packed = PackedSeqParams(
+    packed = RoutedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,
@@ -197,6 +197,9 @@ def _forward_step(
     if batch.context > 1:
         # Transformer Engine asks for these under context parallel; the same tensors mean: no gap behind a sequence.
         packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = batch.cu_seqlens
+    if batch.routed_experts is not None:
+        is_split = get_model_config(model).sequence_parallel
+        packed.routed_experts = routers_part(batch.routed_experts[0], topology, is_split)
     output = model(batch.token_ids, batch.position_ids, attention_mask=None, packed_seq_params=packed)
     return output, partial(function, batch)
 

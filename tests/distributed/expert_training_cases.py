@@ -1,6 +1,7 @@
-"""One torchrun launch: optimizers of experts that are shared out, against torch AdamW; checkpoints across layouts.
+"""One torchrun launch: optimizers of experts that are shared out, against torch AdamW; checkpoints across layouts;
+replayed routers.
 
-usage: torchrun ... expert_training_cases.py EVERY_LAYER_DIR LAST_LAYER_DIR SCRATCH_DIR
+usage: torchrun ... expert_training_cases.py EVERY_LAYER_DIR LAST_LAYER_DIR SCRATCH_DIR REPLAY_REFERENCE.pt
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tests.distributed.checkpoint_cases import (
     two_adams_case,
 )
 from tests.distributed.groups import leave_groups
+from tests.distributed.replay_cases import replay_case
 
 ALONE, PP2, EP2, EP4 = (ParallelConfig(pipeline=p, expert=e) for p, e in ((1, 1), (2, 1), (1, 2), (1, 4)))
 TP2 = ParallelConfig(tensor=2, sequence=True)
@@ -33,7 +35,9 @@ TP2_EP2 = ParallelConfig(tensor=2, sequence=True, expert=2)
 TP2_WHOLE = ParallelConfig(tensor=2, sequence=True, expert=2, expert_tensor=1)
 PP2_EP2 = ParallelConfig(pipeline=2, expert=2)
 VPP2_EP2 = ParallelConfig(pipeline=2, virtual_pipeline=2, expert=2)
+CP2 = ParallelConfig(context=2)
 CP2_EP2 = ParallelConfig(context=2, expert=2)
+TP2_CP2 = ParallelConfig(tensor=2, sequence=True, context=2)
 
 
 def both(*layouts: ParallelConfig) -> list[tuple[ParallelConfig, bool]]:
@@ -56,7 +60,7 @@ def one_rank_differs_case(folder: Path) -> None:
         assert_traces(trainee.train(0, 2), Trainee(folder, EP2, distributed).train(0, 2), 0, "go on")
 
 
-def cases(every: Path, last: Path, scratch: Path) -> dict[int, dict[str, Callable[[], None]]]:
+def cases(every: Path, last: Path, scratch: Path, replay: Path) -> dict[int, dict[str, Callable[[], None]]]:
     bf16 = torch.bfloat16
     return {
         2: {
@@ -73,6 +77,10 @@ def cases(every: Path, last: Path, scratch: Path) -> dict[int, dict[str, Callabl
                 every, scratch / "d", (EP2, True), [(TP2, True), (PP2, False), (EP2, True)]
             ),
             "resume value": lambda: resume_case(every, scratch / "e", (EP2, True), [(TP2_WHOLE, True)], bf16, "value"),
+            "replay": lambda: replay_case(
+                every, replay, [(EP2, "none"), (TP2, "full"), (PP2, "full"), (CP2, "none")]
+            ),
+            "replay, a stage without experts": lambda: replay_case(last, replay, [(PP2, "selective")]),
         },
         4: {
             "adams": lambda: two_adams_case(
@@ -80,6 +88,8 @@ def cases(every: Path, last: Path, scratch: Path) -> dict[int, dict[str, Callabl
             ),
             "adams, a stage without experts": lambda: two_adams_case(last, [(PP2_EP2, True), (VPP2_EP2, True)]),
             "resume": lambda: resume_case(every, scratch / "f", (EP2, True), [(PP2_EP2, True), (TP2_EP2, False)]),
+            "replay": lambda: replay_case(every, replay, [(TP2_CP2, "full"), (TP2_EP2, "none")]),
+            "replay, interleaved": lambda: replay_case(last, replay, [(VPP2_EP2, "full")]),
         },
     }  # fmt: skip
 

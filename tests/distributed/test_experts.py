@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.distributed import tiny_families
+from tests.distributed import replay_reference, tiny_families
 from tests.distributed.launch import torchrun
 from tests.distributed.test_convert_checkpoint import TOOL, assert_same_tensors
 
@@ -77,11 +77,18 @@ def test_every_layout_of_experts(
     assert output.count("done") == nproc
 
 
-@pytest.mark.parametrize("nproc,num_passed", [(2, 9), (4, 3)])
-def test_optimizers_and_checkpoints_of_experts(
-    nproc: int, num_passed: int, folders: list[Path], tmp_path: Path
+@pytest.fixture(scope="module")
+def replay(tmp_path_factory: pytest.TempPathFactory, folders: list[Path]) -> Path:
+    file = tmp_path_factory.mktemp("replay") / "reference.pt"
+    torch.save({folder.name: replay_reference.answers(folder) for folder in folders}, file)
+    return file
+
+
+@pytest.mark.parametrize("nproc,num_passed", [(2, 11), (4, 5)])
+def test_optimizers_checkpoints_and_replay_of_experts(
+    nproc: int, num_passed: int, folders: list[Path], replay: Path, tmp_path: Path
 ) -> None:
-    output = torchrun(TRAINING_CASES, nproc, *folders, tmp_path, timeout=600)
+    output = torchrun(TRAINING_CASES, nproc, *folders, tmp_path, replay, timeout=600)
     assert output.count("passed ") == num_passed and output.count("done") == nproc
 
 

@@ -72,12 +72,13 @@ class Bench:
     """One model in one layout, reloaded before every check."""
 
     def __init__(
-        self, place: Place, folder: Path, head: str, distributed: bool = False, outputs: int = 1, overlap: bool = False
-    ):
+        self, place: Place, folder: Path, head: str, distributed: bool = False, outputs: int = 1, overlap: bool = False,
+        extra: dict[str, Any] | None = None,
+    ):  # fmt: skip
         self.topology, self.parallel = place
         self.folder = folder
         self.hf_config = load_hf_config(folder)
-        self.outputs = {"head": head, "value_outputs": outputs}
+        self.outputs = {"head": head, "value_outputs": outputs, "extra": extra}
         module = self.fresh_model(case.HEAD_SEED)
         self.head_weights = [
             p.detach().clone() for n, p in module.named_parameters() if n.endswith("output_layer.weight")

@@ -11,10 +11,12 @@ import sys
 import traceback
 from pathlib import Path
 
+import numpy as np
 import torch
 from tiny_qwen3 import STOP_ID, logprob_gap, make_prompt
 from transformers import AutoModelForCausalLM
 
+from megatron_ac2.architecture import sparse_layers
 from megatron_ac2.config import EngineConfig
 from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.engine.engine import ColocatedEngine, WeightSyncError
@@ -36,17 +38,22 @@ def check(family: str, folder: Path) -> None:
     topology = init_topology(ParallelConfig(), seed=0)
     old, new = (tiny_families.write(family, folder / f"m{seed}", seed) for seed in (0, 1))
     config = EngineConfig(max_num_seqs=8, kv_cache_gib=0.05)
-    engine = ColocatedEngine(str(old), config, topology, "float32", 256, [STOP_ID], seed=0)
     hf_config = load_hf_config(new)
+    layers = [layer for layer, sparse in enumerate(sparse_layers(hf_config)) if sparse]
+    engine = ColocatedEngine(str(old), config, topology, "float32", 256, [STOP_ID], seed=0, recorded_layers=layers)
     model = build_model(hf_config, topology, ParallelConfig(), torch.float32)
     load_hf_weights(model, hf_config, topology, new)
     assert gap(engine, old) < 1e-4 and gap(engine, new) > 0.1
+    if layers:
+        check_record_of_experts(engine, old)
     publish(model, hf_config, topology, engine, 1, verify=True)
     assert engine.version == 1 and gap(engine, new) < 1e-4
     for name in VICTIMS.get(hf_config.model_type, ("self_attn.k_proj.weight",)):
         check_corruption_is_named(engine, model, hf_config, topology, f"model.layers.1.{name}")
     publish(model, hf_config, topology, engine, 2, verify=True)
     assert gap(engine, new) < 1e-4
+    if layers:
+        check_record_of_experts(engine, new)
 
 
 def gap(engine, folder: Path) -> float:
@@ -55,6 +62,24 @@ def gap(engine, folder: Path) -> float:
     requests = [SampleRequest(make_prompt(seed, 40), 24, TEMPERATURE, seed) for seed in range(4)]
     pairs = zip(requests, engine.sample(requests), strict=True)
     return max(logprob_gap(model, request.prompt_ids, sample, TEMPERATURE) for request, sample in pairs)
+
+
+@torch.no_grad()
+def check_record_of_experts(engine, folder: Path) -> None:
+    """Those that transformers' routers choose, for every token that was fed: the prompt's, computed or found in the
+    cache (70 tokens share two blocks of 32), and all new ones but the last."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompts = [make_prompt(seed, length) for seed, length in ((5, 70), (5, 70), (6, 9), (7, 33))]
+    requests = [SampleRequest(prompt, 24, 1.0, seed, record_experts=True) for seed, prompt in enumerate(prompts)]
+    for expected_cached in (64, 2 * 64 + 32):
+        samples = engine.sample([*requests, SampleRequest(prompts[0], 4, 1.0, 9)])
+        assert engine.last_call.num_cached_tokens >= expected_cached and samples.pop().routed_experts is None
+        for request, sample in zip(requests, samples, strict=True):
+            ids = torch.tensor(np.concatenate([request.prompt_ids, sample.token_ids])[None, :-1].astype(np.int64))
+            logits = model(ids, output_router_logits=True).router_logits
+            chosen = torch.stack([layer.topk(2).indices.sort().values for layer in logits], 1)
+            assert sample.routed_experts.dtype == np.uint8
+            np.testing.assert_array_equal(np.sort(sample.routed_experts), chosen.numpy())
 
 
 def check_corruption_is_named(engine, model, hf_config, topology, victim: str) -> None:

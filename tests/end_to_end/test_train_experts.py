@@ -53,3 +53,13 @@ def test_experts_shared_out_train_as_experts_on_every_rank(launcher: Launcher, s
     for one, other in zip(shared, whole, strict=True):
         both = [name for name in names if name in other]
         assert {name: one[name] for name in both} == pytest.approx({name: other[name] for name in both}, abs=5e-6)
+
+
+def test_replayed_routers_follow_the_engines_in_half_precision(launcher: Launcher, start, tmp_path: Path) -> None:
+    """Where bf16 makes routers choose otherwise, replay takes that part of the mismatch away, and training goes on."""
+    model = upcycle(start[0], tmp_path / "experts")
+    changes = (f"model.path={model}", "model.dtype=bfloat16", "run.num_steps=2", "run.checkpoint_every=0")
+    for name, replay in (("replayed", "true"), ("free", "false")):
+        launcher.run(tmp_path / name, *changes, f"actor.router_replay={replay}", num_ranks=1).passed()
+    replayed, free = (steps(tmp_path / name) for name in ("replayed", "free"))
+    print([{k: r.get(k) for k in ("mismatch/logprob_abs_mean","mismatch/logprob_abs_max","mismatch/rerouted","mismatch/kl_k3", "actor/grad_norm","actor/num_tokens")} for r in (*replayed, *free)])

@@ -211,7 +211,11 @@ def test_an_overlong_answer_loses_reward_in_the_loss_alone() -> None:
 def test_recorded_tokens_travel_with_their_chunk() -> None:
     rollout = roll([continuation(prefix("a"), "full", 1)], ["1$"])
     chunk = rollout.groups[0].chunks[0]
-    recorded = replace(chunk, top_ids=np.arange(6).reshape(2, 3), top_logprobs=np.zeros((2, 3), np.float32))
+    recorded = replace(
+        chunk, top_ids=np.arange(6).reshape(2, 3), top_logprobs=np.zeros((2, 3), np.float32),
+        routed_experts=np.zeros((3, 1, 2), np.uint8),
+    )  # fmt: skip
     groups = (replace(rollout.groups[0], chunks=(recorded,)),)
     (sequence,) = train_sequences(groups, credit_of(rollout, None), PROBLEMS)
-    assert sequence.top_ids is recorded.top_ids and sequence.top_logprobs is recorded.top_logprobs
+    for name in ("top_ids", "top_logprobs", "routed_experts"):
+        assert getattr(sequence, name) is getattr(recorded, name)

@@ -30,7 +30,7 @@ def completion(sampled: list[int], *rows: list[tuple[int, float]], finish: str =
     return SimpleNamespace(token_ids=sampled, logprobs=flat, finish_reason=finish)
 
 
-def sample(length: int, num_top: int = 0, finish: str = "length", version: int = 3) -> Sample:
+def sample(length: int, num_top: int = 0, finish: str = "length", version: int = 3, num_fed: int = 0) -> Sample:
     rng = np.random.default_rng(length)
     return Sample(
         token_ids=rng.integers(0, 99, length).astype(np.int32),
@@ -39,6 +39,7 @@ def sample(length: int, num_top: int = 0, finish: str = "length", version: int =
         finish=finish,
         top_ids=rng.integers(0, 99, (length, num_top)).astype(np.int32) if num_top else None,
         top_logprobs=-rng.random((length, num_top)).astype(np.float32) if num_top else None,
+        routed_experts=rng.integers(0, 255, (num_fed, 3, 2)).astype(np.uint8) if num_fed else None,
     )
 
 
@@ -93,12 +94,13 @@ def test_no_requests():
 
 
 def test_pack_and_unpack_are_inverse_with_mixed_top_k():
-    samples = {4: sample(3, num_top=2), 0: sample(5, finish="stop"), 9: sample(1, num_top=4, version=8)}
+    samples = {4: sample(3, num_top=2, num_fed=7), 0: sample(5, finish="stop"), 9: sample(1, num_top=4, version=8)}
+    samples |= {10: sample(2, num_fed=4)}
     back = unpack_samples(pack_samples(samples))
-    assert sorted(back) == [0, 4, 9]
+    assert sorted(back) == [0, 4, 9, 10]
     for index, expected in samples.items():
         assert back[index].finish == expected.finish
-        for name in ("token_ids", "logprobs", "versions", "top_ids", "top_logprobs"):
+        for name in ("token_ids", "logprobs", "versions", "top_ids", "top_logprobs", "routed_experts"):
             found, wanted = getattr(back[index], name), getattr(expected, name)
             assert (found is None) == (wanted is None)
             if wanted is not None:

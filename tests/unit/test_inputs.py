@@ -81,6 +81,11 @@ def test_a_missing_model_does_not_hide_a_missing_critic(config: Config, tmp_path
     ]  # fmt: skip
 
 
+def test_a_dense_model_has_no_routers_to_replay(config: Config) -> None:
+    config.actor.router_replay = True
+    assert errors(config) == ["actor.router_replay: found true, but the model has no experts; accepted: false"]
+
+
 def test_a_missing_model_beside_a_good_critic_is_a_users_mistake(config: Config, inputs: Path, tmp_path: Path) -> None:
     config.model.path, config.critic.path = str(tmp_path / "model"), str(inputs / "base")
     (problem,) = errors(config)

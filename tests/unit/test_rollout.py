@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -94,6 +96,20 @@ def test_audits_are_read_where_a_chunk_would_have_ended() -> None:
     found = audit_states(roll(plan, texts).groups, CHUNK_LEN)
     # a: "abcd" and its end are exactly a chunk long, hence never an open end; b is no audit.
     assert [(member, text_of(response)) for member, response in found] == [((2, 1), "xvwxyz"), ((3, 0), "xabcde")]
+
+
+def test_experts_are_asked_of_chunks_alone_and_kept() -> None:
+    """Nothing trains on a fresh rollout."""
+    sampler = ScriptedSampler(["f$", "1$", "2$"])
+    decoding = replace(DECODING, record_experts=True)
+    plan = [continuation(prefix("c"), "full")]
+    rollout = sample_step(sampler, PROBLEMS, [PROBLEMS["a"]], plan, decoding, seed=0, step=0)
+    assert [request.record_experts for request in sampler.requests] == [False, True, True]
+    assert rollout.groups[0].chunks[0].routed_experts is None  # where the sampler gives none
+    config = Config()
+    assert not Decoding.of(config, 100).record_experts
+    config.actor.router_replay = True
+    assert Decoding.of(config, 100).record_experts
 
 
 def test_what_is_recorded_a_position_covers_the_loss_and_the_filter() -> None:

@@ -43,6 +43,13 @@ def test_minibatches_add_up():
     assert score_metrics(halved) == pytest.approx(score_metrics([whole]))
 
 
+def test_rerouted_is_a_share_of_all_choices():
+    parts = [scored([-1.0], [-1.0]) | {"routed": 30, "rerouted": 1}, scored([], []) | {"routed": 10, "rerouted": 5}]
+    assert score_metrics(parts)["mismatch/rerouted"] == 0.15
+    assert score_metrics([parts[0] | {"routed": 0, "rerouted": 0}])["mismatch/rerouted"] == 0
+    assert "mismatch/rerouted" not in score_metrics([scored([-1.0], [-1.0])])
+
+
 def test_nothing_generated_is_not_a_division_by_zero():
     metrics = score_metrics([{**scored([], []), "empty_prefix_tokens": 0.0}])
     assert math.isnan(metrics.pop("empty_prefix_entropy"))
