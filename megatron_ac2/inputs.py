@@ -66,7 +66,8 @@ def read_inputs(config: Config) -> Inputs:
         problems += check_layout(hf_config, config.parallel)
         attempt(lambda: transformer_config(hf_config, config.parallel, torch.float32, config.megatron, config.fp8))
         if config.actor.router_replay:
-            problems += replay_problems(hf_config, config.megatron) + recording_problems()
+            problems += replay_problems(hf_config, config.megatron)
+            problems += recording_problems(config.engine.tensor_parallel, not torch.cuda.is_available())
     if critic_hf is not None and has_own_critic:
         problems += critic_problems(config, hf_config, critic_hf, tokenizer, world_size)
     if config.actor.loss_op == "triton" and not torch.cuda.is_available():

@@ -21,12 +21,17 @@ from megatron_ac2.parallel.topology import Topology
 _HOOK = "model_executor/layers/fused_moe/routed_experts_capturer.py"
 
 
-def recording_problems() -> list[str]:
-    """Why the installed vLLM cannot record, as messages; without importing it, which takes seconds."""
-    spec = find_spec("vllm")
-    if spec is None or spec.origin is None or (Path(spec.origin).parent / _HOOK).is_file():
-        return []  # that vLLM is missing is for others to say
-    return ["actor.router_replay: found true, but this vLLM does not record routed experts; see requirements.txt"]
+def recording_problems(tensor_parallel: int, on_cpu: bool) -> list[str]:
+    """Why no engine over so many ranks could record, as messages; without importing vLLM, which takes seconds."""
+    found = "actor.router_replay: found true, but "
+    spec = find_spec("vllm")  # that it is missing is for others to say
+    if spec is not None and spec.origin is not None and not (Path(spec.origin).parent / _HOOK).is_file():
+        return [found + "this vLLM does not record routed experts; see requirements.txt"]
+    if tensor_parallel > 1 and not on_cpu:
+        # The other ranks' schedulers, of which each of ours has one, wait for it too and fail.
+        return [found + f"with engine.tensor_parallel {tensor_parallel} vLLM hands its record to the first rank alone; "
+                "set engine.tensor_parallel 1"]  # fmt: skip
+    return []
 
 
 class ExpertRecord:

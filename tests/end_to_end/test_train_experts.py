@@ -62,4 +62,19 @@ def test_replayed_routers_follow_the_engines_in_half_precision(launcher: Launche
     for name, replay in (("replayed", "true"), ("free", "false")):
         launcher.run(tmp_path / name, *changes, f"actor.router_replay={replay}", num_ranks=1).passed()
     replayed, free = (steps(tmp_path / name) for name in ("replayed", "free"))
-    print([{k: r.get(k) for k in ("mismatch/logprob_abs_mean","mismatch/logprob_abs_max","mismatch/rerouted","mismatch/kl_k3", "actor/grad_norm","actor/num_tokens")} for r in (*replayed, *free)])
+    print(
+        [
+            {
+                k: r.get(k)
+                for k in (
+                    "mismatch/logprob_abs_mean",
+                    "mismatch/logprob_abs_max",
+                    "mismatch/rerouted",
+                    "mismatch/kl_k3",
+                    "actor/grad_norm",
+                    "actor/num_tokens",
+                )
+            }
+            for r in (*replayed, *free)
+        ]
+    )

@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 
 from megatron_ac2.data.packing import pack
 from megatron_ac2.data.routing import FREE, routing_column
+from megatron_ac2.engine import routed_experts
 from megatron_ac2.model.router_replay import LayerChoice, RoutedSeqParams, replay_problems, routers_part
 from tests.unit.test_build import qwen3, qwen3_moe
 
@@ -128,3 +129,12 @@ def test_what_a_router_could_not_follow_is_refused(extra: dict, words: list[str]
 def test_a_dense_model_has_no_routers() -> None:
     (problem,) = replay_problems(qwen3(), {"moe_router_fusion": True})
     assert problem == "actor.router_replay: found true, but the model has no experts; accepted: false"
+
+
+def test_what_the_engine_cannot_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = routed_experts.recording_problems
+    assert problems(2, on_cpu=True) == problems(1, on_cpu=False) == []
+    (problem,) = problems(2, on_cpu=False)
+    assert "with engine.tensor_parallel 2 vLLM hands its record to the first rank alone" in problem
+    monkeypatch.setattr(routed_experts, "_HOOK", "not/there.py")
+    assert "this vLLM does not record routed experts" in problems(1, on_cpu=True)[0]
