@@ -55,6 +55,14 @@ def test_other_families(tmp_path, family):
     assert verdict.read_text() == "passed", verdict.read_text()
 
 
+def test_replayed_routers_agree_with_the_engines_in_half_precision(tmp_path):
+    """Where bf16 ends a near-tie otherwise in the trainer; see engine_routing.py."""
+    done = run([sys.executable, str(HERE / "engine_routing.py"), str(tmp_path)])
+    verdict = tmp_path / "verdict.txt"
+    assert verdict.is_file(), f"did not finish:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert verdict.read_text() == "passed", verdict.read_text()
+
+
 @pytest.mark.parametrize("layout", ["replicas", "tensor_parallel"])
 def test_two_ranks(tmp_path, layout):
     """Two replicas share the work; or one replica lies over both ranks. Either way both ranks get the same list."""
