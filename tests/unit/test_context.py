@@ -118,7 +118,9 @@ def test_transformer_engine_is_told_of_no_gap_between_sequences(context: int) ->
     """Under context parallel it asks for padded bounds, and takes the very same tensor for: no gap."""
     seen = []
     part = held_part(packed([8, 5], context), place(context, 0))
-    step._forward_step(print, iter([part]), lambda *_, packed_seq_params, **__: seen.append(packed_seq_params))
+    step._forward_step(
+        print, place(context, 0), iter([part]), lambda *_, packed_seq_params, **__: seen.append(packed_seq_params)
+    )
     (bounds,) = seen
     assert bounds.cu_seqlens_q.tolist() == [0, 8, 13 if context == 1 else 16]
     assert bounds.cu_seqlens_kv is bounds.cu_seqlens_q
