@@ -1,14 +1,14 @@
-"""One torchrun launch of two ranks: checkpoints that are written while training goes on.
+"""One job of two ranks: checkpoints that are written while training goes on.
 
 usage: torchrun ... async_save_cases.py MODEL_DIR SCRATCH_DIR
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
 from megatron_ac2.model.checkpoint import CheckpointSaver, Kept, latest, load_checkpoint, save_checkpoint
-from megatron_ac2.parallel.topology import shutdown
 from megatron_ac2.types import UserError
 from tests.distributed.checkpoint_cases import (
     DP2,
@@ -32,6 +31,7 @@ from tests.distributed.checkpoint_cases import (
     assert_weights,
     stored_tensors,
 )
+from tests.distributed.groups import run_cases
 
 LAYOUTS = (
     (TP2, True, torch.float32),
@@ -145,13 +145,8 @@ def verification_case(folder: Path, scratch: Path) -> None:
 
 def main() -> None:
     folder, scratch = map(Path, sys.argv[1:])
-    for case in (training_meanwhile_case, failure_case, verification_case):
-        start = time.monotonic()
-        case(folder, scratch)
-        if dist.get_rank() == 0:
-            print(f"passed {case.__name__} ({time.monotonic() - start:.1f} s)", flush=True)
-    shutdown()
-    print("done", flush=True)
+    cases = (training_meanwhile_case, failure_case, verification_case)
+    run_cases({case.__name__: functools.partial(case, folder, scratch) for case in cases})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One torchrun launch of two ranks: optimizers against torch AdamW, checkpoints saved and loaded under other layouts.
+"""One job of two ranks: optimizers against torch AdamW, checkpoints saved and loaded under other layouts.
 
 usage: torchrun ... checkpoint_cases.py UNTIED_DIR TIED_DIR SCRATCH_DIR
 """
@@ -21,12 +21,12 @@ from megatron_ac2.model.checkpoint import latest, load_checkpoint, save_checkpoi
 from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights
 from megatron_ac2.parallel.context import length_multiple
-from megatron_ac2.parallel.topology import init_topology, shutdown
+from megatron_ac2.parallel.topology import init_topology
 from megatron_ac2.training.context_parallel import held_part
 from megatron_ac2.training.optimizer import SharedWeightsOptimizer
 from megatron_ac2.training.step import forward_backward, forward_only
 from megatron_ac2.types import PackedBatch, UserError
-from tests.distributed.groups import leave_groups
+from tests.distributed.groups import leave_groups, run_cases
 from tests.distributed.tiny_families import split_experts
 
 VOCAB = 250
@@ -406,14 +406,7 @@ def main() -> None:
         "refusals": lambda: refusals_case(untied, scratch),
         "two models": lambda: two_models_case(untied, scratch),
     }
-    for name, case in cases.items():
-        start = time.monotonic()
-        case()
-        leave_groups()
-        if dist.get_rank() == 0:
-            print(f"passed {name} ({time.monotonic() - start:.1f} s)", flush=True)
-    shutdown()
-    print("done", flush=True)
+    run_cases(cases)
 
 
 if __name__ == "__main__":

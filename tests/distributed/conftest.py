@@ -1,45 +1,35 @@
-"""Tiny Qwen3 models on disk. The vocabulary (250) does not divide by any tensor degree used, so padding is at work."""
+"""Tiny Qwen3 models on disk, and the process that ranks are forked from. The vocabulary (250) does not divide by any
+tensor degree used, so padding is at work."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+
+from tests.distributed import tiny_families
+from tests.distributed.fork_server import ForkServer
+
+HERE = Path(__file__).parent
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # transformers loads a model's own module late
 
 
-def write_tiny_qwen3(folder: Path, tied: bool, dtype: torch.dtype = torch.float32) -> Path:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=250,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(11 + tied)
-        model = Qwen3ForCausalLM(config)
-        for name, parameter in model.named_parameters():
-            if "norm" in name:  # they start at one, which would hide a mix-up
-                parameter.data.add_(0.1 * torch.randn_like(parameter))
-    model.to(dtype).save_pretrained(folder)
-    return folder
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    programs = [f"tests.distributed.{path.stem}" for path in sorted(HERE.glob("*_cases.py"))]
+    models = [f"transformers.models.{name}.modeling_{name}" for name in FAMILIES]
+    with ForkServer(tmp_path_factory.mktemp("jobs"), [*programs, "tools.convert_checkpoint", *models]) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def tiny_untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen3(tmp_path_factory.mktemp("qwen3") / "untied", tied=False)
+    folder = tmp_path_factory.mktemp("qwen3") / "untied"
+    return tiny_families.write_model(tiny_families.qwen3(tied=False), folder, seed=11, noise=0.1)
 
 
 @pytest.fixture(scope="session")
 def tiny_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen3(tmp_path_factory.mktemp("qwen3") / "tied", tied=True)
+    folder = tmp_path_factory.mktemp("qwen3") / "tied"
+    return tiny_families.write_model(tiny_families.qwen3(tied=True), folder, seed=12, noise=0.1)

@@ -1,5 +1,5 @@
-"""One torchrun launch: optimizers of experts that are shared out, against torch AdamW; checkpoints across layouts;
-replayed routers.
+"""One job: optimizers of experts that are shared out, against torch AdamW; checkpoints across layouts; replayed
+routers.
 
 usage: torchrun ... expert_training_cases.py EVERY_LAYER_DIR LAST_LAYER_DIR SCRATCH_DIR REPLAY_REFERENCE.pt
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_ac2.config_training import ParallelConfig
-from megatron_ac2.parallel.topology import shutdown
 from tests.distributed.checkpoint_cases import (
     Trainee,
     assert_traces,
@@ -26,7 +24,7 @@ from tests.distributed.checkpoint_cases import (
     resume_case,
     two_adams_case,
 )
-from tests.distributed.groups import leave_groups
+from tests.distributed.groups import run_cases
 from tests.distributed.replay_cases import replay_case
 
 ALONE, PP2, EP2, EP4 = (ParallelConfig(pipeline=p, expert=e) for p, e in ((1, 1), (2, 1), (1, 2), (1, 4)))
@@ -95,14 +93,7 @@ def cases(every: Path, last: Path, scratch: Path, replay: Path) -> dict[int, dic
 
 
 def main() -> None:
-    for name, case in cases(*map(Path, sys.argv[1:]))[int(os.environ["WORLD_SIZE"])].items():
-        start = time.monotonic()
-        case()
-        leave_groups()
-        if dist.get_rank() == 0:
-            print(f"passed {name} ({time.monotonic() - start:.1f} s)", flush=True)
-    shutdown()
-    print("done", flush=True)
+    run_cases(cases(*map(Path, sys.argv[1:]))[int(os.environ["WORLD_SIZE"])])
 
 
 if __name__ == "__main__":

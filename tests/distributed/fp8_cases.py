@@ -1,4 +1,4 @@
-"""One torchrun launch of 2 ranks: emulated FP8 in several layouts against every rank on its own. float64, so that a
+"""One job of 2 ranks: emulated FP8 in several layouts against every rank on its own. float64, so that a
 sum in another order does not round to another code.
 
 usage: torchrun ... fp8_cases.py SCRATCH_DIR

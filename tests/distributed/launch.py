@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -19,8 +20,8 @@ def torchrun(
     script: str | Path, nproc: int, *args: object, timeout: float = 300, env: dict[str, str] | None = None
 ) -> str:
     """Run `script args...` as `nproc` ranks; return their output. AssertionError with its tail if they fail or hang."""
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={nproc}", "--master_addr=127.0.0.1"]
-    command = [sys.executable, *launcher, f"--master_port={free_port()}", str(script), *map(str, args)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local_addr=127.0.0.1", f"--nproc_per_node={nproc}"]
+    command = [sys.executable, *launcher, str(script), *map(str, args)]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -60,9 +61,12 @@ def environment(extra: dict[str, str] | None) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """From below those that the system gives to outgoing connections, or one of these might take it before its user."""
+    draw = random.SystemRandom()
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", draw.randrange(20_000, 32_768)))
+            return probe.getsockname()[1]
 
 
 def tail(output: str) -> str:

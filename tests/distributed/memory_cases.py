@@ -1,4 +1,4 @@
-"""The bytes of real models, buffers, optimizers and saved tensors against the memory plan's, in one torchrun launch.
+"""The bytes of real models, buffers, optimizers and saved tensors against the memory plan's, in one job.
 
 usage: torchrun ... memory_cases.py
 """
@@ -6,6 +6,7 @@ usage: torchrun ... memory_cases.py
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -20,9 +21,9 @@ from megatron_ac2.model.chunks import chunks_of, gpt_models
 from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.experts import expert_tensor_degree, is_sparse
 from megatron_ac2.model.value_head import HEAD_OUTPUTS
-from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
+from megatron_ac2.parallel.topology import Topology, init_topology
 from megatron_ac2.training.optimizer import SharedWeightsOptimizer
-from tests.distributed.groups import leave_groups
+from tests.distributed.groups import run_cases
 
 # Widths that are no multiple of 64: Megatron's padding is at work in every buffer.
 _SIZES = dict(
@@ -173,14 +174,11 @@ def run_layout(parallel: ParallelConfig) -> None:
             counted_here = parallel.expert == parallel.context == 1 and not parallel.virtual_pipeline
             for extra in RECOMPUTE if counted_here else ():
                 check_activations(hf_config(family, False), topology, parallel, dtype, extra)
-    leave_groups()
 
 
 def main() -> None:
-    for parallel in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
-        run_layout(parallel)
-        print("passed", parallel, flush=True)
-    shutdown()
+    layouts = LAYOUTS[int(os.environ["WORLD_SIZE"])]
+    run_cases({str(parallel): partial(run_layout, parallel) for parallel in layouts})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One torchrun launch, many models and layouts: forward and backward against transformers, value head against one
+"""One job, many models and layouts: forward and backward against transformers, value head against one
 process, weights in and out.
 
 usage: torchrun ... model_cases.py REFERENCE.pt SCRATCH_DIR MODEL_DIR ...
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,9 +25,9 @@ from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights, save_hf
 from megatron_ac2.model.modules import TorchAttention
 from megatron_ac2.parallel.collectives import all_ranks_agree, broadcast_object, gather_objects, reduce_scalars
-from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
+from megatron_ac2.parallel.topology import Topology, init_topology
 from megatron_ac2.types import UserError
-from tests.distributed.groups import leave_groups, parallel_of
+from tests.distributed.groups import parallel_of, run_cases
 
 LAYOUTS = {
     1: [(1, 1, False)],
@@ -209,11 +210,10 @@ def check_collectives(topology: Topology) -> None:
         assert size == 4 and str(error).startswith("streak: ranks [2, 3]"), error
 
 
-def run_layout(layout: tuple, reference, folder: Path, scratch: Path) -> None:
-    parallel = parallel_of(*layout)
-    topology = init_topology(parallel, seed=0, timeout_minutes=2)
-    hf_config = load_hf_config(folder)
-    reference = reference[folder.name]
+def check_model(
+    hf_config, topology, parallel, reference, folder: Path, scratch: Path
+) -> tuple[torch.nn.Module, Path]:  # fmt: skip
+    """A policy and a value head against `reference`; weights in and out. The policy, and where the value head is."""
     model = wrap_ddp(build_model(hf_config, topology, parallel, torch.float32), distributed_optimizer=False)
     load_hf_weights(model, hf_config, topology, folder)
     check_forward(model, reference, topology, "logits", hf_config.vocab_size)
@@ -223,7 +223,15 @@ def run_layout(layout: tuple, reference, folder: Path, scratch: Path) -> None:
     critic = build_model(hf_config, topology, parallel, torch.float32, head="value", seed=5)
     load_hf_weights(critic, hf_config, topology, folder)
     check_forward(critic, reference, topology, "values", hf_config.vocab_size)
-    saved = check_save(critic, hf_config, topology, parallel, folder, scratch, "value")
+    return model, check_save(critic, hf_config, topology, parallel, folder, scratch, "value")
+
+
+def run_layout(layout: tuple, reference, folder: Path, scratch: Path) -> None:
+    parallel = parallel_of(*layout)
+    topology = init_topology(parallel, seed=0, timeout_minutes=2)
+    hf_config = load_hf_config(folder)
+    reference = reference[folder.name]
+    model, saved = check_model(hf_config, topology, parallel, reference, folder, scratch)
     if folder.name == "untied":
         check_recompute(hf_config, reference, topology, parallel, folder)
         check_two_hot(hf_config, topology, parallel, folder, scratch, saved)
@@ -253,17 +261,12 @@ def check_two_hot(hf_config, topology, parallel, folder: Path, scratch: Path, on
 def main() -> None:
     reference_file, scratch, *folders = map(Path, sys.argv[1:])
     reference = torch.load(reference_file)
-    world_size = int(os.environ["WORLD_SIZE"])
-    for layout in LAYOUTS[world_size]:
+    cases = {}
+    for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
         for folder in folders:
-            if check_layout(load_hf_config(folder), parallel_of(*layout)):
-                continue
-            run_layout(layout, reference, folder, scratch)
-            leave_groups()
-            if dist.get_rank() == 0:
-                print("passed", folder.name, layout, flush=True)
-    shutdown()
-    print("done", flush=True)
+            if not check_layout(load_hf_config(folder), parallel_of(*layout)):
+                cases[f"{folder.name} {layout}"] = partial(run_layout, layout, reference, folder, scratch)
+    run_cases(cases)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One torchrun launch of two ranks: a trainer that leaves the device between its steps trains as one that stays.
+"""One job of two ranks: a trainer that leaves the device between its steps trains as one that stays.
 
 usage: torchrun ... offload_cases.py UNTIED_DIR TIED_DIR SCRATCH_DIR
 """
@@ -6,20 +6,18 @@ usage: torchrun ... offload_cases.py UNTIED_DIR TIED_DIR SCRATCH_DIR
 from __future__ import annotations
 
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.model.build import build_model
 from megatron_ac2.model.checkpoint import load_checkpoint, save_checkpoint
 from megatron_ac2.model.chunks import chunks_of, gpt_models
-from megatron_ac2.parallel.topology import shutdown
 from megatron_ac2.training.offload import Offload
 from tests.distributed.checkpoint_cases import DP2, IDENTITY, TP2, TP2_SP, Trainee, assert_refused
-from tests.distributed.groups import leave_groups
+from tests.distributed.groups import run_cases
 
 F32, BF16 = torch.float32, torch.bfloat16
 STEPS = 4
@@ -110,7 +108,6 @@ def offload_case(folder: Path, layout: tuple, distributed: bool, dtype: torch.dt
     assert found == trace
     assert all(torch.equal(tensor, expected[name]) for name, tensor in guest.trainee.weights().items())
     assert all(torch.equal(p, old) for p, old in zip(guest.frozen.parameters(), frozen, strict=True))
-    leave_groups()
 
 
 def misuse_case(folder: Path, root: Path) -> None:
@@ -140,26 +137,19 @@ def misuse_case(folder: Path, root: Path) -> None:
     guest.offload.come_back()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in trained.weights().items())
     assert_refused(lambda: Offload("weights", {}, {}), ValueError, "accepted: none, optimizer, all")
-    leave_groups()
 
 
 def main() -> None:
     untied, tied, scratch = map(Path, sys.argv[1:])
-    cases = [
+    layouts = [
         (untied, DP2, True, BF16, "value", "all"),
         (tied, ParallelConfig(overlap=True), True, BF16, "lm", "all"),
         (untied, TP2, False, BF16, "lm", "all"),
         (tied, ParallelConfig(pipeline=2, virtual_pipeline=2), True, F32, "lm", "all"),
         (untied, TP2_SP, True, F32, "value", "optimizer"),
     ]
-    start = time.monotonic()
-    for case in cases:
-        offload_case(*case)
-        if dist.get_rank() == 0:
-            print(f"passed {case[0].name} {case[1:]} ({time.monotonic() - start:.1f} s)", flush=True)
-    misuse_case(untied, scratch / "misuse")
-    shutdown()
-    print("done", flush=True)
+    cases = {f"{case[0].name} {case[1:]}": partial(offload_case, *case) for case in layouts}
+    run_cases(cases | {"misuse": partial(misuse_case, untied, scratch / "misuse")})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.distributed.launch import ROOT, environment, torchrun
+from tests.distributed.fork_server import ForkServer
+from tests.distributed.launch import ROOT, environment
 
 CASES, ASYNC_CASES, KILL_CASES = (
     Path(__file__).with_name(f"{name}_cases.py") for name in ("checkpoint", "async_save", "kill")
@@ -15,13 +16,15 @@ CASES, ASYNC_CASES, KILL_CASES = (
 NUM_KILLS = 20
 
 
-def test_optimizers_and_checkpoints_in_every_layout(tiny_untied: Path, tiny_tied: Path, tmp_path: Path) -> None:
-    output = torchrun(CASES, 2, tiny_untied, tiny_tied, tmp_path, timeout=600)
+def test_optimizers_and_checkpoints_in_every_layout(
+    server: ForkServer, tiny_untied: Path, tiny_tied: Path, tmp_path: Path
+) -> None:
+    output = server.run(CASES, 2, tiny_untied, tiny_tied, tmp_path, timeout=600).passed().output
     assert output.count("passed ") == 17 and output.count("done") == 2
 
 
-def test_saves_go_on_behind_training(tiny_untied: Path, tmp_path: Path) -> None:
-    output = torchrun(ASYNC_CASES, 2, tiny_untied, tmp_path, timeout=300)
+def test_saves_go_on_behind_training(server: ForkServer, tiny_untied: Path, tmp_path: Path) -> None:
+    output = server.run(ASYNC_CASES, 2, tiny_untied, tmp_path, timeout=300).passed().output
     assert output.count("passed ") == 3 and output.count("done") == 2
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.distributed.launch import torchrun
+from tests.distributed.fork_server import ForkServer
 
 CASES = Path(__file__).with_name("chunk_loss_cases.py")
 
 
-def test_tensor_parallel_equals_one_process() -> None:
-    output = torchrun(CASES, 4, timeout=120)
+def test_tensor_parallel_equals_one_process(server: ForkServer) -> None:
+    output = server.run(CASES, 4).passed().output
     assert "passed 2" in output and "passed 4" in output

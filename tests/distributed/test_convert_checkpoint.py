@@ -13,22 +13,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.distributed import tiny_families
+from tests.distributed.fork_server import ForkServer, Job
 from tests.distributed.launch import ROOT, torchrun
 
 CASES = Path(__file__).with_name("conversion_cases.py")
 TOOL = ROOT / "tools" / "convert_checkpoint.py"
 
 
-def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", str(TOOL), *map(str, arguments)]
-    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=ROOT)
-
-
 @pytest.fixture(scope="module")
 def megatron_untied(tmp_path_factory: pytest.TempPathFactory, tiny_untied: Path) -> Path:
+    """By a process of its own, as a user would start it, with no launcher."""
     out = tmp_path_factory.mktemp("converted") / "megatron"
-    done = convert("to-megatron", tiny_untied, out, "--verify")
+    command = [sys.executable, "-W", "ignore", str(TOOL), "to-megatron", str(tiny_untied), str(out), "--verify"]
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "verified bit for bit, logits as transformers' to" in done.stdout
     return out
@@ -41,15 +39,17 @@ def assert_same_tensors(found: Path, expected: Path) -> None:
         assert found_tensors[name].dtype == tensor.dtype and torch.equal(found_tensors[name], tensor), name
 
 
-def test_one_process_in_two_by_two_out(megatron_untied: Path, tiny_untied: Path, tmp_path: Path):
-    torchrun(TOOL, 4, "to-hf", megatron_untied, tmp_path / "hf", "--tensor", 2, "--pipeline", 2, "--verify")
+def test_one_process_in_two_by_two_out(server: ForkServer, megatron_untied: Path, tiny_untied: Path, tmp_path: Path):
+    layout = ("--tensor", 2, "--pipeline", 2)
+    server.run(TOOL, 4, "to-hf", megatron_untied, tmp_path / "hf", *layout, "--verify").passed()
     assert_same_tensors(tmp_path / "hf" / "model.safetensors", tiny_untied / "model.safetensors")
     config, original = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "hf", tiny_untied))
     assert config == original
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_two_ranks_in_one_process_out_tied_bf16_with_value_head(tiny_tied: Path, tmp_path: Path):
+def test_two_ranks_in_one_process_out_tied_bf16_with_value_head(server: ForkServer, tiny_tied: Path, tmp_path: Path):
+    """The two ranks under torchrun itself."""
     source = tmp_path / "source"
     shutil.copytree(tiny_tied, source)
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
@@ -58,8 +58,7 @@ def test_two_ranks_in_one_process_out_tied_bf16_with_value_head(tiny_tied: Path,
     (source / "tokenizer.json").write_text("{}")
     chunks = ("--pipeline", 2, "--virtual-pipeline", 2)
     torchrun(TOOL, 2, "to-megatron", source, tmp_path / "megatron", *chunks, "--verify")
-    done = convert("to-hf", tmp_path / "megatron", tmp_path / "hf", "--verify")
-    assert done.returncode == 0, done.stderr
+    server.run(TOOL, 1, "to-hf", tmp_path / "megatron", tmp_path / "hf", "--verify").passed()
     for name in ("model.safetensors", "value_head.safetensors"):
         assert_same_tensors(tmp_path / "hf" / name, source / name)
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
@@ -67,7 +66,7 @@ def test_two_ranks_in_one_process_out_tied_bf16_with_value_head(tiny_tied: Path,
 
 @pytest.mark.parametrize(("nproc", "passed"), [(1, 5), (2, 12)])
 def test_one_conversion_after_another_leaves_no_state(
-    nproc: int, passed: int, tiny_untied: Path, tiny_tied: Path, tmp_path: Path
+    nproc: int, passed: int, server: ForkServer, tiny_untied: Path, tiny_tied: Path, tmp_path: Path
 ):
     """Tied and untied, with a value head and with experts; each way in another layout, in the same processes."""
     critic = tmp_path / "critic"
@@ -75,21 +74,25 @@ def test_one_conversion_after_another_leaves_no_state(
     save_file({"value_head.weight": torch.randn(1, 64)}, critic / "value_head.safetensors")
     experts = [tiny_families.write(name, tmp_path / name) for name in tiny_families.expert_configs()]
     (tmp_path / "scratch").mkdir()
-    output = torchrun(CASES, nproc, tmp_path / "scratch", tiny_untied, tiny_tied, critic, *experts)
+    folders = (tiny_untied, tiny_tied, critic, *experts)
+    output = server.run(CASES, nproc, tmp_path / "scratch", *folders, timeout=300).passed().output
     assert output.count("passed") == passed and output.count("done") == nproc, output
 
 
-def test_a_damaged_checkpoint_leaves_nothing(megatron_untied: Path, tmp_path: Path):
+def assert_refused(job: Job, words: str):
+    assert job.statuses == [1] and words in job.output and "Traceback" not in job.output, job.output
+
+
+def test_a_damaged_checkpoint_leaves_nothing(server: ForkServer, megatron_untied: Path, tmp_path: Path):
     damaged = tmp_path / "damaged"
     shutil.copytree(megatron_untied, damaged)
     next(damaged.glob("*.distcp")).write_bytes(b"")
-    done = convert("to-hf", damaged, tmp_path / "hf")
-    assert done.returncode == 1 and "cannot be loaded as a Megatron checkpoint" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
+    job = server.run(TOOL, 1, "to-hf", damaged, tmp_path / "hf")
+    assert_refused(job, "cannot be loaded as a Megatron checkpoint")
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 
 
-def test_mistakes_are_named(megatron_untied: Path, tiny_untied: Path, tmp_path: Path):
+def test_mistakes_are_named(server: ForkServer, megatron_untied: Path, tiny_untied: Path, tmp_path: Path):
     broken = tmp_path / "broken"
     shutil.copytree(tiny_untied, broken)
     tensors = load_file(broken / "model.safetensors")
@@ -100,7 +103,5 @@ def test_mistakes_are_named(megatron_untied: Path, tiny_untied: Path, tmp_path: 
         (("to-megatron", tiny_untied, megatron_untied), "exists already"),
         (("to-hf", tiny_untied, tmp_path / "out", "--tensor", 3), "no conversion.json"),
     ]:
-        done = convert(*arguments)
-        assert done.returncode == 1 and words in done.stderr, done.stderr
-        assert "Traceback" not in done.stderr
+        assert_refused(server.run(TOOL, 1, *arguments), words)
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]

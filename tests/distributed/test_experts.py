@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from tests.distributed import replay_reference, tiny_families
-from tests.distributed.launch import torchrun
+from tests.distributed.fork_server import ForkServer
+from tests.distributed.model_reference import write_reference
 from tests.distributed.test_convert_checkpoint import TOOL, assert_same_tensors
 
 CASES, TRAINING_CASES = (Path(__file__).with_name(f"expert{kind}_cases.py") for kind in ("", "_training"))
@@ -28,32 +26,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory, folders: list[Path]) -> Path:
-    rng = np.random.default_rng(3)
-    microbatches = [[torch.from_numpy(rng.integers(0, 250, n)) for n in lengths] for lengths in LENGTHS]
-    file = tmp_path_factory.mktemp("reference") / "reference.pt"
-    torch.save({folder.name: answers(folder, microbatches) for folder in folders}, file)
-    return file
-
-
-def answers(folder: Path, microbatches: list[list[torch.Tensor]]) -> dict[str, Any]:
-    """Logits, values, and the gradient of the mean over microbatches of <logits, cotangents>."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
-    generator = torch.Generator().manual_seed(5)
-    head = torch.randn(1, model.config.hidden_size, generator=generator) / model.config.hidden_size
-    logits = [torch.cat([model(ids[None]).logits[0] for ids in sequences]) for sequences in microbatches]
-    cotangents = [torch.randn(piece.shape, generator=generator) for piece in logits]
-    cotangents[MASKED].zero_()
-    sum((piece * weights).sum() for piece, weights in zip(logits, cotangents, strict=True)).backward()
-    with torch.no_grad():
-        hidden = [torch.cat([model.model(ids[None]).last_hidden_state[0] for ids in ids_of]) for ids_of in microbatches]
-    gradients = {name: parameter.grad / len(microbatches) for name, parameter in model.named_parameters()}
-    return {
-        "microbatches": microbatches,
-        "logits": [piece.detach() for piece in logits],
-        "values": [(piece @ head.T)[:, 0] for piece in hidden],
-        "cotangents": cotangents,
-        "gradients": tiny_families.split_experts(gradients),
-    }
+    return write_reference(tmp_path_factory.mktemp("reference") / "reference.pt", folders, LENGTHS, masked=[MASKED])
 
 
 def make_odd_folders(source: Path, scratch: Path) -> None:
@@ -69,10 +42,10 @@ def make_odd_folders(source: Path, scratch: Path) -> None:
 
 @pytest.mark.parametrize("nproc,num_passed", [(1, [1, 1]), (2, [4, 2]), (4, [4, 4])])
 def test_every_layout_of_experts(
-    nproc: int, num_passed: list[int], reference: Path, folders: list[Path], tmp_path: Path
+    nproc: int, num_passed: list[int], server: ForkServer, reference: Path, folders: list[Path], tmp_path: Path
 ) -> None:
     make_odd_folders(folders[0], tmp_path)
-    output = torchrun(CASES, nproc, reference, tmp_path, *folders, timeout=600)
+    output = server.run(CASES, nproc, reference, tmp_path, *folders, timeout=600).passed().output
     assert [output.count(f"passed {folder.name} ") for folder in folders] == num_passed
     assert output.count("done") == nproc
 
@@ -86,14 +59,14 @@ def replay(tmp_path_factory: pytest.TempPathFactory, folders: list[Path]) -> Pat
 
 @pytest.mark.parametrize("nproc,num_passed", [(2, 11), (4, 5)])
 def test_optimizers_checkpoints_and_replay_of_experts(
-    nproc: int, num_passed: int, folders: list[Path], replay: Path, tmp_path: Path
+    nproc: int, num_passed: int, server: ForkServer, folders: list[Path], replay: Path, tmp_path: Path
 ) -> None:
-    output = torchrun(TRAINING_CASES, nproc, *folders, tmp_path, replay, timeout=600)
+    output = server.run(TRAINING_CASES, nproc, *folders, tmp_path, replay, timeout=600).passed().output
     assert output.count("passed ") == num_passed and output.count("done") == nproc
 
 
-def test_conversion_in_other_layouts(folders: list[Path], tmp_path: Path) -> None:
+def test_conversion_in_other_layouts(server: ForkServer, folders: list[Path], tmp_path: Path) -> None:
     """There with experts shared out over ranks, back with each cut over them: bit for bit."""
-    torchrun(TOOL, 2, "to-megatron", folders[0], tmp_path / "megatron", "--expert", 2, "--verify")
-    torchrun(TOOL, 2, "to-hf", tmp_path / "megatron", tmp_path / "hf", "--tensor", 2, "--verify")
+    server.run(TOOL, 2, "to-megatron", folders[0], tmp_path / "megatron", "--expert", 2, "--verify").passed()
+    server.run(TOOL, 2, "to-hf", tmp_path / "megatron", tmp_path / "hf", "--tensor", 2, "--verify").passed()
     assert_same_tensors(tmp_path / "hf" / "model.safetensors", folders[0] / "model.safetensors")

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.distributed.fork_server import ForkServer
 
 CASES = Path(__file__).with_name("memory_cases.py")
 
 
 @pytest.mark.parametrize(("nproc", "layouts"), [(1, 1), (2, 7)])
-def test_planned_bytes_are_counted_bytes(nproc: int, layouts: int) -> None:
-    assert torchrun(CASES, nproc, timeout=240).count("passed") == nproc * layouts
+def test_planned_bytes_are_counted_bytes(server: ForkServer, nproc: int, layouts: int) -> None:
+    output = server.run(CASES, nproc, timeout=240).passed().output
+    assert output.count("passed ") == layouts and output.count("done") == nproc

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.distributed import tiny_families
-from tests.distributed.launch import torchrun
+from tests.distributed.fork_server import ForkServer
+from tests.distributed.model_reference import write_reference
 
 CASES = Path(__file__).with_name("model_cases.py")
 LENGTHS = [
@@ -33,32 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_untied: Path, tiny_ti
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory, folders: list[Path]) -> Path:
-    """What transformers says, one sequence at a time, nothing packed; values come from a hand-made head."""
-    rng = np.random.default_rng(3)
-    microbatches = [[torch.from_numpy(rng.integers(0, 250, n)) for n in lengths] for lengths in LENGTHS]
-    file = tmp_path_factory.mktemp("reference") / "reference.pt"
-    torch.save({folder.name: answers(folder, microbatches) for folder in folders}, file)
-    return file
-
-
-def answers(folder: Path, microbatches: list[list[torch.Tensor]]) -> dict[str, Any]:
-    """Logits, values, and the gradient of the mean over microbatches of <logits, cotangents>."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(5)
-    head = torch.randn(1, model.config.hidden_size, generator=generator) / model.config.hidden_size
-    logits = [torch.cat([model(ids[None]).logits[0] for ids in sequences]) for sequences in microbatches]
-    cotangents = [torch.randn(piece.shape, generator=generator) for piece in logits]
-    sum((piece * weights).sum() for piece, weights in zip(logits, cotangents, strict=True)).backward()
-    with torch.no_grad():
-        hidden = [torch.cat([model.model(ids[None]).last_hidden_state[0] for ids in ids_of]) for ids_of in microbatches]
-    gradients = {name: parameter.grad / len(microbatches) for name, parameter in model.named_parameters()}
-    return {
-        "microbatches": microbatches,
-        "logits": [piece.detach() for piece in logits],
-        "values": [(piece @ head.T)[:, 0] for piece in hidden],
-        "cotangents": cotangents,
-        "gradients": gradients,
-    }
+    return write_reference(tmp_path_factory.mktemp("reference") / "reference.pt", folders, LENGTHS)
 
 
 def make_odd_folders(source: Path, scratch: Path) -> None:
@@ -85,13 +59,13 @@ def make_odd_biases(source: Path, scratch: Path) -> None:
 
 @pytest.mark.parametrize(("nproc", "num_passed"), [(1, [1] * 6), (2, [4, 4, 3, 3, 3, 1]), (4, [6, 6, 3, 3, 3, 0])])
 def test_every_layout_is_the_same_model(
-    nproc: int, num_passed: list[int], reference: Path, folders: list[Path], tmp_path: Path
+    nproc: int, num_passed: list[int], server: ForkServer, reference: Path, folders: list[Path], tmp_path: Path
 ) -> None:
     """`num_passed`: layouts that fit the model; two layers make no four stages, nor three groups two shards."""
     by_name = {folder.name: folder for folder in folders}
     make_odd_folders(by_name["untied"], tmp_path)
     make_odd_biases(by_name["qwen2_untied"], tmp_path)
-    output = torchrun(CASES, nproc, reference, tmp_path, *folders, timeout=600)
+    output = server.run(CASES, nproc, reference, tmp_path, *folders, timeout=600).passed().output
     assert [output.count(f"passed {name} ") for name in by_name] == num_passed
     assert output.count("done") == nproc
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.distributed.launch import torchrun
+from tests.distributed.fork_server import ForkServer
 
 CASES = Path(__file__).with_name("offload_cases.py")
 
 
-def test_training_with_offload_is_training_without(tiny_untied: Path, tiny_tied: Path, tmp_path: Path) -> None:
-    output = torchrun(CASES, 2, tiny_untied, tiny_tied, tmp_path, timeout=300)
-    assert output.count("passed ") == 5 and output.count("done") == 2
+def test_training_with_offload_is_training_without(
+    server: ForkServer, tiny_untied: Path, tiny_tied: Path, tmp_path: Path
+) -> None:
+    output = server.run(CASES, 2, tiny_untied, tiny_tied, tmp_path, timeout=300).passed().output
+    assert output.count("passed ") == 6 and output.count("done") == 2

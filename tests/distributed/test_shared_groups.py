@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-import torch
 from transformers import Qwen2Config, Qwen3Config
 
 from tests.distributed import shared_groups_cases
-from tests.distributed.launch import torchrun
-from tests.distributed.test_model import answers
+from tests.distributed.fork_server import ForkServer
+from tests.distributed.model_reference import write_reference
 from tests.distributed.tiny_families import write_model
 
 SIZES = dict(
@@ -20,15 +18,14 @@ SIZES = dict(
 )  # fmt: skip
 
 
-def test_tensor_ranks_share_key_value_heads(tmp_path: Path) -> None:
+def test_tensor_ranks_share_key_value_heads(server: ForkServer, tmp_path: Path) -> None:
     """One head with biases over 2 and 4 ranks; two heads with q and k norms over 4."""
     one = write_model(Qwen2Config(**SIZES, num_key_value_heads=1), tmp_path / "one_group", seed=1)
     two = write_model(Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=32), tmp_path / "two_groups", seed=2)
-    rng = np.random.default_rng(3)
-    microbatches = [[torch.from_numpy(rng.integers(0, 250, n)) for n in lengths] for lengths in ([7, 12, 5], [16])]
-    torch.save({folder.name: answers(folder, microbatches) for folder in (one, two)}, tmp_path / "reference.pt")
+    reference = write_reference(tmp_path / "reference.pt", [one, two], [[7, 12, 5], [16]])
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    output = torchrun(shared_groups_cases.__file__, 4, tmp_path / "reference.pt", scratch, one, two, timeout=600)
+    job = server.run(Path(shared_groups_cases.__file__), 4, reference, scratch, one, two, timeout=600)
+    output = job.passed().output
     assert output.count("passed one_group") == 2 and output.count("passed two_groups") == 1
-    assert output.count("done") == 4
+    assert output.count("passed resharded") == 2 and output.count("done") == 4

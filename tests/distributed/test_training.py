@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.launch import torchrun
+from tests.distributed.fork_server import ForkServer
 from tests.distributed.objective_reference import OBJECTIVES, objective_reference
-from tests.distributed.training_reference import build_reference, load_reference_model, make_sequences, write_model
+from tests.distributed.training_reference import build_reference, load_reference_model, make_sequences, write_policy
 
 CASES = Path(__file__).with_name("training_cases.py")
 
@@ -20,7 +20,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Where the references are, then the models; the deep ones have four layers, for longer pipelines."""
     root = tmp_path_factory.mktemp("training")
     kinds = {"untied": 2, "tied": 2, "deep_untied": 4, "deep_tied": 4}
-    models = [write_model(root / name, not name.endswith("untied"), layers) for name, layers in kinds.items()]
+    models = [write_policy(root / name, not name.endswith("untied"), layers) for name, layers in kinds.items()]
     for folder in models:
         model = load_reference_model(folder)
         objectives = {name: objective_reference(model, make_sequences(model), name) for name in OBJECTIVES}
@@ -33,9 +33,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.parametrize(
     "layouts,nproc,num_layouts", [("alone", 1, 1), ("four", 4, 6), ("context", 4, 4), ("deep", 4, 3)]
 )
-def test_every_layout_trains_alike(layouts: str, nproc: int, num_layouts: int, folders: list[Path]) -> None:
+def test_every_layout_trains_alike(
+    layouts: str, nproc: int, num_layouts: int, server: ForkServer, folders: list[Path]
+) -> None:
     references, *models = folders
     chosen = [folder for folder in models if folder.name.startswith("deep") == (layouts == "deep")]
-    output = torchrun(CASES, nproc, layouts, references, *chosen, timeout=600)
+    output = server.run(CASES, nproc, layouts, references, *chosen, timeout=600).passed().output
     assert [output.count(f"passed {folder.name} ") for folder in chosen] == [num_layouts] * 2
     assert output.count("done") == nproc

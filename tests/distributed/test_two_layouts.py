@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config
 
-from tests.distributed.launch import torchrun
-from tests.distributed.training_reference import write_model
+from tests.distributed.fork_server import ForkServer
+from tests.distributed.tiny_families import write_model
+from tests.distributed.training_reference import write_policy
 
 CASES = Path(__file__).with_name("two_layouts_cases.py")
 
@@ -20,13 +20,10 @@ def write_critic(folder: Path) -> Path:
         num_key_value_heads=2, max_position_embeddings=512, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         tie_word_embeddings=False, initializer_range=0.15,
     )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(29)
-        Qwen2ForCausalLM(config).save_pretrained(folder)
-    return folder
+    return write_model(config, folder, seed=29, noise=0)
 
 
-def test_a_critic_in_a_layout_of_its_own_is_the_same_critic(tmp_path: Path) -> None:
-    actor, critic = write_model(tmp_path / "actor", tied=True), write_critic(tmp_path / "critic")
-    output = torchrun(CASES, 2, actor, critic, tmp_path, timeout=300)
-    assert output.count("passed ") == 5 and output.count("done") == 2
+def test_a_critic_in_a_layout_of_its_own_is_the_same_critic(server: ForkServer, tmp_path: Path) -> None:
+    actor, critic = write_policy(tmp_path / "actor", tied=True), write_critic(tmp_path / "critic")
+    output = server.run(CASES, 2, actor, critic, tmp_path, timeout=300).passed().output
+    assert output.count("passed ") == 3 and output.count("done") == 2

@@ -1,15 +1,18 @@
-"""Tiny random models of every family but Qwen3, on disk: two layers, and a vocabulary that must be padded."""
+"""Tiny random models of every family, on disk: few layers, and a vocabulary that must be padded."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
 
@@ -27,8 +30,19 @@ _EIGHT_EXPERTS = dict(head_dim=32, num_experts=8, num_experts_per_tok=2, moe_int
 _NINE_HEADS = dict(hidden_size=144, num_attention_heads=9, num_key_value_heads=3, intermediate_size=96)
 
 
+def qwen3(tied: bool, **changes: Any) -> Qwen3Config:
+    """Four layers."""
+    sizes = dict(
+        vocab_size=250, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, rms_norm_eps=1e-6, initializer_range=0.1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+    )  # fmt: skip
+    return Qwen3Config(**sizes | changes, tie_word_embeddings=tied)
+
+
 def configs() -> dict[str, PretrainedConfig]:
-    """By name. Llama 3's scaling moves only angles that take 2,000 positions for a turn: little, at test lengths."""
+    """Of every other dense family, by name: two layers. Llama 3's scaling moves only angles that take 2,000 positions
+    for a turn: little, at test lengths."""
     return {
         "qwen2_untied": Qwen2Config(**_SIZES | {"hidden_size": 128}, rope_parameters=_ROPE, tie_word_embeddings=False),
         "qwen2_tied": Qwen2Config(**_SIZES, rope_parameters=_ROPE, tie_word_embeddings=True),
@@ -49,19 +63,23 @@ def expert_configs() -> dict[str, PretrainedConfig]:
 
 
 def write(name: str, folder: Path, seed: int = 0) -> Path:
-    """No tensor keeps the zeros or ones that it starts with, which would hide a mix-up of biases or of norms."""
     return write_model({**configs(), **expert_configs()}[name], folder, sum(name.encode()) + seed)
 
 
-def write_model(config: PretrainedConfig, folder: Path, seed: int) -> Path:
+def write_model(config: PretrainedConfig, folder: Path, seed: int, noise: float = 0.3) -> Path:
+    make_model(config, seed, noise).save_pretrained(folder)
+    return folder
+
+
+def make_model(config: PretrainedConfig, seed: int, noise: float) -> PreTrainedModel:
+    """In fp32. Norms start at one and biases at zero, which would hide a mix-up: `noise` is added to them."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
-        for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name or parameter_name.endswith(".bias"):
-                parameter.data.add_(0.3 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return folder
+        for name, parameter in model.named_parameters():
+            if noise and ("norm" in name or name.endswith(".bias")):
+                parameter.data.add_(noise * torch.randn_like(parameter))
+    return model
 
 
 def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""One torchrun launch, many layouts and microbatch splits: actor and critics against the float64 reference.
+"""One job, many layouts and microbatch splits: actor and critics against the float64 reference.
 
 usage: torchrun ... training_cases.py LAYOUTS REFERENCE_DIR FOLDER...  (REFERENCE_DIR/<name>.pt: test_training.py)
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from megatron_ac2.config_training import ParallelConfig
@@ -23,7 +23,7 @@ from megatron_ac2.model.chunks import gpt_models
 from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.hf_weights import export_hf_weights, load_hf_weights
 from megatron_ac2.parallel.collectives import all_ranks_agree
-from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
+from megatron_ac2.parallel.topology import Topology, init_topology
 from megatron_ac2.training import step
 from megatron_ac2.training.actor import Actor
 from megatron_ac2.training.generative_critic import GenerativeCritic
@@ -33,7 +33,7 @@ from megatron_ac2.training.value_head_critic import ValueHeadCritic
 from megatron_ac2.types import TrainSequence
 from tests.distributed import objective_reference as objective_case
 from tests.distributed import training_reference as case
-from tests.distributed.groups import leave_groups
+from tests.distributed.groups import run_cases
 from tests.distributed.ragged_checks import check_ragged
 
 LAYOUTS = {
@@ -382,14 +382,12 @@ def run_layout(parallel: ParallelConfig, folder: Path, reference: dict[str, Any]
 
 def main() -> None:
     references, *folders = map(Path, sys.argv[2:])
-    for parallel in LAYOUTS[sys.argv[1]]:
-        for folder in folders:
-            run_layout(parallel, folder, torch.load(references / f"{folder.name}.pt", weights_only=False))
-            leave_groups()
-            if dist.get_rank() == 0:
-                print("passed", folder.name, parallel, flush=True)
-    shutdown()
-    print("done", flush=True)
+    wanted = {folder: torch.load(references / f"{folder.name}.pt", weights_only=False) for folder in folders}
+    run_cases({
+        f"{folder.name} {parallel}": partial(run_layout, parallel, folder, wanted[folder])
+        for parallel in LAYOUTS[sys.argv[1]]
+        for folder in folders
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

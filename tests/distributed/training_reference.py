@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
 from megatron_ac2.algorithm import value_prompt
 from megatron_ac2.config import Config
 from megatron_ac2.config_training import OptimizerConfig
 from megatron_ac2.types import CriticExample, CriticState, DenseExample, Problem, TrainSequence
+from tests.distributed import tiny_families
 from tools.prepare_quickstart import train_tokenizer
 
 TEMPERATURE, CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.8, 0.2, 0.3, 3.0
@@ -35,27 +36,21 @@ def make_config() -> Config:
     return config
 
 
-def write_model(folder: Path, tied: bool, num_layers: int = 2) -> Path:
+def write_policy(folder: Path, tied: bool, num_layers: int = 2) -> Path:
+    """A model and its tokenizer."""
     tokenizer = train_tokenizer(["user assistant\n", value_prompt._QUESTION, value_prompt._REFERENCE])
-    config = Qwen3Config(
+    config = tiny_families.qwen3(
+        tied,
         vocab_size=len(tokenizer),  # 448: no multiple of 128, so that padded columns are at work
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=tied,
         initializer_range=0.15,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(17 + tied)
-        model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
+    return tiny_families.write_model(config, folder, 17 + tied, noise=0)
 
 
 def load_reference_model(folder: Path) -> Qwen3ForCausalLM:

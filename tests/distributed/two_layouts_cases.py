@@ -1,4 +1,4 @@
-"""One torchrun launch of two ranks: a critic of another size and family, in a layout of its own beside the actor's.
+"""One job of two ranks: a critic of another size and family, in a layout of its own beside the actor's.
 
 usage: torchrun ... two_layouts_cases.py ACTOR_DIR CRITIC_DIR SCRATCH_DIR
 """
@@ -34,7 +34,7 @@ from tests.distributed import training_reference as case
 from tests.distributed.groups import leave_groups
 
 DP2, TP2, TP2_SP, PP2 = (1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)
-PAIRS = [(DP2, TP2), (TP2, DP2), (PP2, TP2_SP), (TP2, PP2), (DP2, PP2)]  # actor, critic
+PAIRS = [(DP2, TP2_SP), (PP2, DP2), (TP2, PP2)]  # actor, critic: every axis in either place
 IDENTITY = {"model": "tiny"}
 ROUNDS = 3
 

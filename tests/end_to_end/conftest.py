@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_ac2.algorithm.value_prompt import build_value_prompt
-from tests.end_to_end.fork_server import ForkServer, Job
+from tests.distributed.fork_server import ForkServer, Job
 from tests.end_to_end.runs import Launcher
 from tools.prepare_quickstart import prepare, write_rows
 
@@ -20,9 +20,9 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    server = ForkServer(tmp_path_factory.mktemp("jobs"), ["megatron_ac2.train", "megatron_ac2.sft"])
-    yield server
-    server.close()
+    modules = ["megatron_ac2.train", "megatron_ac2.sft", "vllm"]
+    with ForkServer(tmp_path_factory.mktemp("jobs"), modules) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

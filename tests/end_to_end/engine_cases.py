@@ -17,16 +17,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
-from tiny_qwen3 import (
-    STOP_ID,
-    VOCAB_SIZE,
-    logprob_gap,
-    make_model,
-    make_prompt,
-    named_tensors,
-    next_token_logprobs,
-    save_model,
-)
 
 from megatron_ac2.algorithm.soft_value import reply_tree, soft_value
 from megatron_ac2.algorithm.value_prompt import GRID
@@ -39,6 +29,16 @@ from megatron_ac2.model.build import build_model, load_hf_config
 from megatron_ac2.model.hf_weights import load_hf_weights
 from megatron_ac2.parallel.topology import init_topology
 from megatron_ac2.types import SampleRequest, UserError
+from tests.end_to_end.tiny_qwen3 import (
+    STOP_ID,
+    VOCAB_SIZE,
+    logprob_gap,
+    make_model,
+    make_prompt,
+    named_tensors,
+    next_token_logprobs,
+    save_model,
+)
 
 MAX_MODEL_LEN = 512
 TEMPERATURE = 0.8

@@ -1,16 +1,14 @@
-"""Run by test_engine.py under torchrun with two ranks: engine_ranks.py replicas|tensor_parallel FOLDER."""
+"""Run by test_engine.py as a job of two ranks: engine_ranks.py replicas|tensor_parallel FOLDER."""
 
 from __future__ import annotations
 
 import os
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from tiny_qwen3 import STOP_ID, logprob_gap, make_model, make_prompt, named_tensors, save_model
 
 from megatron_ac2.config import EngineConfig
 from megatron_ac2.config_training import ParallelConfig
@@ -19,6 +17,7 @@ from megatron_ac2.engine.requests import divide_requests, pack_samples
 from megatron_ac2.parallel.collectives import all_ranks_agree, barrier, broadcast_object, gather_objects
 from megatron_ac2.parallel.topology import init_topology
 from megatron_ac2.types import SampleRequest
+from tests.end_to_end.tiny_qwen3 import STOP_ID, logprob_gap, make_model, make_prompt, named_tensors, save_model
 
 NEW_TOKENS = (8, 40, 16, 24)
 
@@ -116,18 +115,6 @@ def check_failure_on_one_rank(engine: ColocatedEngine, rank: int, tensor_paralle
         raise AssertionError("a failed replica went unnoticed")
 
 
-def main(layout: str, folder: Path) -> None:
-    rank = os.environ["RANK"]
-    try:
-        check(layout, folder)
-        verdict = "passed"
-    except Exception:
-        verdict = traceback.format_exc()
-    (folder / f"rank{rank}.txt").write_text(verdict)
-    if verdict == "passed":
-        barrier()
-    os._exit(verdict != "passed")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    check(sys.argv[1], Path(sys.argv[2]))
+    barrier()

@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.distributed.fork_server import ForkServer, Job
 from tests.distributed.launch import ROOT, environment
-from tests.end_to_end.fork_server import ForkServer, Job
 
 CONFIG = Path(__file__).with_name("train.yaml")
 NOT_REPRODUCIBLE = ("time/", "perf/generation_tokens", "perf/training_tokens", "perf/process_memory", "reshard/seconds")
 
 
 class Launcher:
-    """Arguments of a run of the tiny model; `run` forks its ranks, `torchrun` starts them as a user would."""
+    """Arguments of a run of the tiny model; `run`, `start` fork its ranks, `torchrun` starts them as a user would."""
 
     def __init__(self, server: ForkServer, inputs: Path, policy: Path, critic: Path):
         self.server, self.critic = server, f"critic.path={critic}"
@@ -24,7 +24,10 @@ class Launcher:
         self.arguments = [str(CONFIG), f"model.path={policy}", *sets.values()]
 
     def run(self, run_dir: Path, *changes: str, num_ranks: int = 2) -> Job:
-        return self.server.run("megatron_ac2.train", num_ranks, *self.arguments, f"run.dir={run_dir}", *changes)
+        return self.server.wait(self.start(run_dir, *changes, num_ranks=num_ranks))
+
+    def start(self, run_dir: Path, *changes: str, num_ranks: int = 2) -> int:
+        return self.server.start("megatron_ac2.train", num_ranks, *self.arguments, f"run.dir={run_dir}", *changes)
 
     def torchrun(self, run_dir: Path, *changes: str) -> subprocess.Popen[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

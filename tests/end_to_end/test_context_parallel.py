@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.fork_server import ForkServer, Job
 from tests.end_to_end.conftest import losses, sft
-from tests.end_to_end.fork_server import ForkServer, Job
 from tests.end_to_end.runs import Launcher, reproducible, steps
 
 

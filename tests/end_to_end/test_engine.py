@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.fork_server import ForkServer
+from tests.distributed.launch import ROOT
+
 HERE = Path(__file__).parent
 CASES = re.findall(r"^def case_(\w+)", (HERE / "engine_cases.py").read_text(), re.MULTILINE) + [
     "needs_a_process_group",
@@ -21,18 +24,14 @@ CASES = re.findall(r"^def case_(\w+)", (HERE / "engine_cases.py").read_text(), r
 ]
 
 
-def run(command: list[str], seconds: int = 600) -> subprocess.CompletedProcess[str]:
-    cleared = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in cleared}
-    path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
-    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
-
-
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory) -> dict[str, str]:
+    """Of a process of its own: what vLLM does to a process is part of the cases."""
     folder = tmp_path_factory.mktemp("engine")
-    done = run([sys.executable, str(HERE / "engine_cases.py"), str(folder)])
+    command = [sys.executable, str(HERE / "engine_cases.py"), str(folder)]
+    # Not environment(): the cases also hold without the variables that it sets.
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)
     result = folder / "verdicts.json"
     assert result.is_file(), f"the cases did not run to the end:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     report = json.loads(result.read_text())
@@ -47,30 +46,19 @@ def test_one_engine(verdicts, case):
 
 
 @pytest.mark.parametrize("family", ["qwen2_untied", "llama3", "qwen3_moe"])
-def test_other_families(tmp_path, family):
+def test_other_families(server: ForkServer, tmp_path: Path, family: str):
     """Published from Megatron and verified on the way, biases of q, k and v too: the engine computes that model."""
-    done = run([sys.executable, str(HERE / "engine_families.py"), family, str(tmp_path)])
-    verdict = tmp_path / "verdict.txt"
-    assert verdict.is_file(), f"did not finish:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    assert verdict.read_text() == "passed", verdict.read_text()
+    server.run(HERE / "engine_families.py", 1, family, tmp_path, timeout=600).passed()
 
 
-def test_replayed_routers_agree_with_the_engines_in_half_precision(tmp_path):
+def test_replayed_routers_agree_with_the_engines_in_half_precision(server: ForkServer, tmp_path: Path):
     """Where bf16 ends a near-tie otherwise in the trainer; see engine_routing.py."""
-    done = run([sys.executable, str(HERE / "engine_routing.py"), str(tmp_path)])
-    verdict = tmp_path / "verdict.txt"
-    assert verdict.is_file(), f"did not finish:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    assert verdict.read_text() == "passed", verdict.read_text()
+    server.run(HERE / "engine_routing.py", 1, tmp_path, timeout=600).passed()
 
 
 @pytest.mark.parametrize("layout", ["replicas", "tensor_parallel"])
-def test_two_ranks(tmp_path, layout):
+def test_two_ranks(server: ForkServer, tmp_path: Path, layout: str):
     """Two replicas share the work; or one replica lies over both ranks. Either way both ranks get the same list."""
     segments = set(os.listdir("/dev/shm"))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = run([*launch, str(HERE / "engine_ranks.py"), layout, str(tmp_path)])
-    for rank in range(2):
-        verdict = tmp_path / f"rank{rank}.txt"
-        assert verdict.is_file(), f"rank {rank} did not finish:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        assert verdict.read_text() == "passed", verdict.read_text()
+    server.run(HERE / "engine_ranks.py", 2, layout, tmp_path, timeout=600).passed()
     assert not [name for name in set(os.listdir("/dev/shm")) - segments if "cpushm" in name]

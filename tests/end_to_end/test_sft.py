@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ac2.data.worked import load_worked
+from tests.distributed.fork_server import ForkServer, Job
 from tests.end_to_end.conftest import losses, sft
-from tests.end_to_end.fork_server import ForkServer, Job
 
 
 def test_policy_learns_and_its_folder_loads_in_transformers(inputs: Path, start: tuple[Path, Job]) -> None:

@@ -6,33 +6,27 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from megatron_ac2.types import Sample
+from tests.distributed import tiny_families
 
 VOCAB_SIZE = 203
 STOP_ID = 1
 
 
 def make_model(seed: int, tied: bool = True, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        config = Qwen3Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=1024,
-            tie_word_embeddings=tied,
-            initializer_range=0.15,
-            bos_token_id=None,
-            eos_token_id=2,  # not the stop token of the tests: the folder must not decide where a sample ends
-            pad_token_id=0,
-        )
-        return Qwen3ForCausalLM(config).to(dtype).eval()
+    config = tiny_families.qwen3(
+        tied,
+        vocab_size=VOCAB_SIZE,
+        num_hidden_layers=2,
+        max_position_embeddings=1024,
+        initializer_range=0.15,
+        rope_parameters=None,
+        eos_token_id=2,  # not the stop token of the tests: the folder must not decide where a sample ends
+        pad_token_id=0,
+    )
+    return tiny_families.make_model(config, seed, noise=0).to(dtype).eval()
 
 
 def save_model(model: Qwen3ForCausalLM, path: Path) -> str:
