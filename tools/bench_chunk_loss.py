@@ -21,7 +21,6 @@ import json
 import math
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -33,18 +32,19 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ac2.algorithm.objective import PolicyObjective, PolicyTokens, policy_loss  # noqa: E402
+from megatron_ac2.algorithm.objective import PolicyTokens, policy_loss  # noqa: E402
+from megatron_ac2.algorithm.objective_parts import PolicyObjective  # noqa: E402
 from megatron_ac2.kernels.chunk_loss import Head, chunk_loss  # noqa: E402
 from megatron_ac2.kernels.chunk_loss_backend import default_tile_bytes  # noqa: E402
 from megatron_ac2.kernels.chunk_loss_walk import tile_rows  # noqa: E402
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs, token_logprobs  # noqa: E402
+from tools.peak_memory import GIB, PeakMemory, resident_bytes  # noqa: E402
 
 KINDS = ("gemms", "tiled", "tiled +entropy", "tiled +centering", "tiled bf16 grad", "naive", "twin", "liger")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 VOCAB = 151_936
 NUM_TOP = 32
 SEQUENCE = 256
-GIB = 1 << 30
 TILE_BYTES = default_tile_bytes(torch.device("cpu"))
 
 
@@ -135,24 +135,14 @@ def run_case(kind: str, tokens: int, hidden: int, dtype_name: str, repeats: int,
     if kind == "gemms":
         return {"seconds": gemm_seconds(case, repeats)}
     function = getattr(case, kind.split()[0])
-    process, peak, done = psutil.Process(), [0], threading.Event()
     gc.collect()
-    base = process.memory_info().rss
-
-    def sample() -> None:
-        while not done.wait(0.005):
-            peak[0] = max(peak[0], process.memory_info().rss - base)
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    try:
+    base = resident_bytes()
+    with PeakMemory() as memory:
         seconds = timed(lambda: step(case, function), repeats)
-    finally:
-        done.set()
-        sampler.join()
+    peak = memory.peak - base
     wide = kind.startswith("tiled") and not kind.endswith("grad") and tokens > tile_rows(VOCAB, dtype, TILE_BYTES)
     gradients = case.weight.numel() * (4 if wide else dtype.itemsize) + case.hidden.numel() * dtype.itemsize
-    found = {"seconds": seconds, "peak": peak[0] / GIB, "beyond": (peak[0] - gradients) / GIB}
+    found = {"seconds": seconds, "peak": peak / GIB, "beyond": (peak - gradients) / GIB}
     if with_error and case.objective == PolicyObjective():
         found["error"] = case.weight_error()
     return found
