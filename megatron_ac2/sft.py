@@ -29,7 +29,7 @@ from megatron_ac2.config import Config, ModelConfig
 from megatron_ac2.config_checks import check_config
 from megatron_ac2.config_file import load_config, split_arguments
 from megatron_ac2.config_training import Fp8Config, OptimizerConfig, ParallelConfig
-from megatron_ac2.data.packing import pack
+from megatron_ac2.data.packing import longest, pack
 from megatron_ac2.data.worked import WorkedSolution, load_worked, step_values
 from megatron_ac2.entry import run_entry_point
 from megatron_ac2.model.build import build_model, check_layout, config_problems, load_hf_config
@@ -179,13 +179,14 @@ def microbatches_of(
 ) -> list[PackedBatch]:
     """This data rank's microbatches. A value head is labelled at step ends only, so its loss starts at the prompt."""
     packed, stage, align = [], config.sft, token_alignment(topology, config.fp8)
+    filler = longest([row.token_ids for row in batch])
     for indices in my_microbatches([len(row.token_ids) for row in batch], topology, stage.max_tokens_per_microbatch):
         rows = [batch[index] for index in indices]
         fields = {} if stage.head == "lm" else {"labelled": [_labelled(row) for row in rows],
                                                 "targets": [_targets(row) for row in rows]}  # fmt: skip
         batch_of = pack(
             [row.token_ids for row in rows], fields, [row.prompt_len for row in rows], align, pad_id,
-            length_multiple=length_multiple(topology.context),
+            length_multiple=length_multiple(topology.context), filler=filler,
         )  # fmt: skip
         packed.append(held_part(batch_of, topology))
     return packed

@@ -59,6 +59,7 @@ def pack(
     pad_id: int,
     templates: Mapping[str, np.ndarray] | None = None,
     length_multiple: int = 1,
+    filler: np.ndarray | None = None,
 ) -> PackedBatch:
     """Lay sequences int[L_i] end to end and pad to a multiple of `align` tokens.
 
@@ -67,21 +68,24 @@ def pack(
 
     Before that each sequence is padded to a multiple of `length_multiple`, which context parallel asks for, and this
     padding is counted to it: the sequence begins anew behind its end. No token attends to it and it carries no loss,
-    but it reads the sequence, so that its activations are new ones.
+    but it reads the sequence, so that its activations are new ones. A context rank may hold the repeat of a token that
+    another one holds: what it sees is then in the batch, if not in its own part of it.
 
     Tokens from `loss_starts[i]` (>= 1) on carry loss; `fields[name][i]` is [L_i - loss_starts[i], ...], one value or
     row for each of them, placed at the position whose logits predict it: loss_starts[i] - 1 ... L_i - 2. A field
     becomes [1, T, ...], float32 of floats, int64 of integers and booleans, 0 where it has no value.
 
     No sequence gives one all-masked batch of the least length that still has every field: float32 [1, T], or after
-    `templates[name]`, an array [0, ...] of the field's row shape and dtype. Raises ValueError for lengths, row shapes
-    or kinds of numbers that do not match.
+    `templates[name]`, an array [0, ...] of the field's row shape and dtype. It is padding alone, which repeats the
+    start of `filler` (see `longest`), or the padding token where there is none. Raises ValueError for lengths, row
+    shapes or kinds of numbers that do not match.
     """
     _check_lengths(sequences, fields, loss_starts, align)
     filled = [np.resize(ids, _round_up(len(ids), length_multiple)) for ids in sequences]
     total = sum(map(len, filled))
     padded = _round_up(max(total, 1), math.lcm(align, length_multiple))
-    filled += _padding(filled, padded - total, pad_id)
+    repeated = filled if filled or filler is None else [np.resize(filler, _round_up(len(filler), length_multiple))]
+    filled += _padding(repeated, padded - total, pad_id)
     segments = [len(ids) for ids in filled]
     starts = np.concatenate([[0], np.cumsum(segments)]).astype(np.int32)
     token_ids = np.concatenate(filled).astype(np.int64)
@@ -104,6 +108,15 @@ def pack(
         max_seq_len=max(segments),
         fields={name: _row(column) for name, column in columns.items()},
     )
+
+
+def longest(sequences: Sequence[np.ndarray]) -> np.ndarray | None:
+    """The filler of the empty microbatches among which `plan_microbatches` has laid `sequences`: of all ranks.
+
+    It is in rank 0's first one. An amax over data ranks has thus seen what an empty microbatch repeats, at the latest
+    when that comes; a padding token's activations could be the largest, and would stay in delayed scaling's history.
+    """
+    return max(sequences, key=len, default=None)
 
 
 def num_sequences(batch: PackedBatch) -> int:

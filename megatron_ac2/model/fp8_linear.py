@@ -6,12 +6,15 @@ rounded network, with the rounding itself taken as the identity (straight-throug
 
 - tensorwise: the scale is that of the tensor a rank holds. A sharded one (weights; inputs of row-parallel and gradients
   of column-parallel layers) has a scale a shard, so that a tensor degree changes the rounding. What sequence parallel
-  gathers is rounded as a whole: its amax is reduced over tensor ranks.
+  gathers is rounded as a whole: its amax is reduced over tensor ranks. Over context ranks none is: each rounds its own
+  tokens, so that a context degree changes the rounding as well.
 - delayed: a scale from the amaxes of earlier training passes, the largest over tensor, data and context ranks. It
   starts at 1, and a pass without gradients neither records nor moves it. Recorded a microbatch, weights too
-  (Transformer Engine rounds those once a step); an empty microbatch's padding tokens count like others. History and
-  scales are buffers, and so part of a checkpoint.
-- blockwise, mxfp8: a scale a block. Shards of whole blocks round as the whole matrix does.
+  (Transformer Engine rounds those once a step). An empty microbatch, which neither can tell from others, repeats a real
+  sequence (data.packing.longest): no larger amax than that one's, though under `most_recent` perhaps in place of a
+  larger one. History and scales are buffers, and so part of a checkpoint.
+- blockwise, mxfp8: a scale a block. Shards of whole blocks round as the whole matrix does; where a context degree cuts
+  sequences within blocks of tokens, the weight gradient's blocks are others.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from megatron_ac2.algorithm.objective import aggregation_weights
 from megatron_ac2.algorithm.objective_parts import PolicyObjective
 from megatron_ac2.config import Config, num_recorded_logprobs
-from megatron_ac2.data.packing import num_sequences, pack, sequence_ids
+from megatron_ac2.data.packing import longest, num_sequences, pack, sequence_ids
 from megatron_ac2.data.routing import routing_column
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs
 from megatron_ac2.model.router_replay import RouterReplay
@@ -84,13 +84,13 @@ class Actor:
         """Divide the minibatch over data ranks and microbatches; all ranks hold all sequences and plan alike."""
         trained = [_num_generated(sequence) for sequence in sequences if sequence.weight > 0]
         num_units = sum(trained) if self.config.aggregation == "token_mean" else len(trained)
-        microbatches = [self._pack([sequences[index] for index in indices]) for indices in self._plan(sequences)]
+        microbatches = self._pack_each(self._plan(sequences), sequences)
         return Minibatch(microbatches, sum(trained), num_units)
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
         """Log-probs of the generated tokens under the weights as they are, float32[N] a sequence, on every rank."""
         mine = self._plan(sequences)
-        batches = [self._pack([sequences[index] for index in indices]) for indices in mine]
+        batches = self._pack_each(mine, sequences)
         outputs = step.forward_only(self.model, batches, self._generated_logprobs, self.topology)
         ends = np.cumsum([0, *(_num_generated(sequence) for sequence in sequences)])
         flat = torch.zeros(int(ends[-1]), dtype=torch.float32, device=self.topology.device)
@@ -150,7 +150,11 @@ class Actor:
         lengths = [len(sequence.token_ids) for sequence in sequences]
         return step.my_microbatches(lengths, self.topology, self.config.max_tokens_per_microbatch)
 
-    def _pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
+    def _pack_each(self, plan: Sequence[Sequence[int]], sequences: Sequence[TrainSequence]) -> list[PackedBatch]:
+        filler = longest([sequence.token_ids for sequence in sequences])
+        return [self._pack([sequences[index] for index in indices], filler) for indices in plan]
+
+    def _pack(self, sequences: Sequence[TrainSequence], filler: np.ndarray | None) -> PackedBatch:
         fields = {
             "behavior_logprobs": [sequence.behavior_logprobs for sequence in sequences],
             "advantages": [sequence.advantages for sequence in sequences],
@@ -166,7 +170,7 @@ class Actor:
         token_ids = [sequence.token_ids for sequence in sequences]
         starts = [sequence.num_context for sequence in sequences]
         multiple = length_multiple(self.topology.context)
-        batch = pack(token_ids, fields, starts, self.align, self.pad_id, templates, multiple)
+        batch = pack(token_ids, fields, starts, self.align, self.pad_id, templates, multiple, filler)
         batch.fields["generated"] = batch.loss_mask
         batch.loss_mask = batch.loss_mask * batch.fields.pop("weights")
         weights, num_units = aggregation_weights(

@@ -13,7 +13,7 @@ import torch
 from megatron_ac2.algorithm.soft_value import ReplyTree, reply_tree, soft_value
 from megatron_ac2.algorithm.value_prompt import build_value_prompt, grid_replies, parse_value, value_ids
 from megatron_ac2.config import Config
-from megatron_ac2.data.packing import pack
+from megatron_ac2.data.packing import longest, pack
 from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.training import step
@@ -121,7 +121,8 @@ class GenerativeCritic:
         mean_weight = sum(pair.weight for pair in pairs) / max(len(pairs), 1)
         lengths = [len(pair.token_ids) for pair in pairs]
         mine = step.my_microbatches(lengths, self.topology, self.config.max_tokens_per_microbatch)
-        microbatches = [self._pack([pairs[index] for index in indices], mean_weight) for indices in mine]
+        filler = longest([pair.token_ids for pair in pairs])
+        microbatches = [self._pack([pairs[index] for index in indices], mean_weight, filler) for indices in mine]
         head = TokenHead(self.model, self.topology, self.vocab_size, temperature=1.0, op=self.loss_op)
         sums = step.forward_backward(self.model, microbatches, partial(_reply_loss, head), self.topology)
         return {
@@ -149,7 +150,7 @@ class GenerativeCritic:
             return None
         return _Pair(np.concatenate([prompt, reply]), len(prompt), example.weight)
 
-    def _pack(self, pairs: Sequence[_Pair], mean_weight: float) -> PackedBatch:
+    def _pack(self, pairs: Sequence[_Pair], mean_weight: float, filler: np.ndarray | None) -> PackedBatch:
         """fields["weights"]: the pair's weight on each reply token; fields["pairs"]: 1 on each reply's first token."""
         weights, firsts = [], []
         for pair in pairs:
@@ -163,6 +164,7 @@ class GenerativeCritic:
             self.align,
             self.pad_id,
             length_multiple=length_multiple(self.topology.context),
+            filler=filler,
         )
         return held_part(batch, self.topology)
 

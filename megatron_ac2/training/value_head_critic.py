@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megatron_ac2.config import Config
-from megatron_ac2.data.packing import pack
+from megatron_ac2.data.packing import longest, pack
 from megatron_ac2.model.chunks import gather_parameters, named_parameters
 from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import Topology
@@ -165,10 +165,10 @@ class ValueHeadCritic:
         lengths = [len(ids) for ids in contexts]
         return step.my_microbatches(lengths, self.topology, self.config.max_tokens_per_microbatch)
 
-    def _pack(self, contexts: Sequence[np.ndarray]) -> PackedBatch:
+    def _pack(self, contexts: Sequence[np.ndarray], filler: np.ndarray | None) -> PackedBatch:
         ends = [len(ids) for ids in contexts]  # no token is predicted
         multiple = length_multiple(self.topology.context)
-        return pack(contexts, {}, ends, self.align, self.pad_id, length_multiple=multiple)
+        return pack(contexts, {}, ends, self.align, self.pad_id, length_multiple=multiple, filler=filler)
 
     def _path_values(
         self, model: torch.nn.Module, states: Sequence[CriticState], positions: Sequence[np.ndarray]
@@ -181,7 +181,8 @@ class ValueHeadCritic:
         ]
         bounds = np.cumsum([0, *map(len, places)])
         mine = self._plan(contexts)
-        batches = [held_part(self._pack([contexts[i] for i in indices]), self.topology) for indices in mine]
+        filler = longest(contexts)
+        batches = [held_part(self._pack([contexts[i] for i in indices], filler), self.topology) for indices in mine]
         outputs = step.forward_only(model, batches, self._values_of, self.topology)
         values = torch.zeros(int(bounds[-1]), dtype=torch.float32, device=self.topology.device)
         for indices, batch, output in zip(mine, batches, outputs, strict=False):  # no outputs before the last stage
@@ -200,9 +201,9 @@ class ValueHeadCritic:
         for ids, example in zip(contexts, examples, strict=True):  # on every rank alike, whoever will train on it
             check_labels(example)
             places.append(places_of(len(ids), len(example.state.response_ids), example.positions))
-        batches = []
+        batches, filler = [], longest(contexts)
         for indices in self._plan(contexts):
-            batch = self._pack([contexts[index] for index in indices])
+            batch = self._pack([contexts[index] for index in indices], filler)
             chosen, where = [examples[index] for index in indices], [places[index] for index in indices]
             batch.fields.update(label_fields(batch, chosen, where, scale))
             batches.append(held_part(batch, self.topology))

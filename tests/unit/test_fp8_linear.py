@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from megatron_ac2.config_training import Fp8Config, ParallelConfig
-from megatron_ac2.data.packing import pack
+from megatron_ac2.data.packing import longest, pack, plan_microbatches
 from megatron_ac2.model.build import build_model, transformer_config
 from megatron_ac2.model.fp8_linear import DelayedScales, EmulatedFp8, Fp8ColumnParallelLinear, Fp8RowParallelLinear
 from megatron_ac2.parallel.topology import Topology, init_topology, shutdown
@@ -152,19 +152,29 @@ def test_experts_round_and_their_router_does_not(topology: Topology) -> None:
         build_model(hf_config, topology, parallel, torch.float32, fp8=Fp8Config("delayed", emulate=True))
 
 
+def with_outlier(model: torch.nn.Module) -> torch.nn.Module:
+    """The padding token's activations, once normalised, are the largest of all."""
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight[249] = 10 * torch.eye(64)[5]
+    return model
+
+
+def forward(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
+    bounds, size = batch.cu_seqlens, batch.max_seq_len
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=size, max_seqlen_kv=size
+    )
+    return model(batch.token_ids, batch.position_ids, None, packed_seq_params=packed)
+
+
 def run_padded(recipe: str, topology: Topology, batch: PackedBatch, num_tokens: int) -> list[torch.Tensor]:
     """Logits [num_tokens, V] of the real tokens and all gradients, of a loss that covers them alone. float64: a row's
     sums may be done in another order."""
-    model = build_model(qwen3(), topology, ParallelConfig(), torch.float64, seed=3, fp8=Fp8Config(recipe, emulate=True))
-    with torch.no_grad():  # a padding token whose activations, once normalised, are the largest of all
-        model.embedding.word_embeddings.weight[249] = 10 * torch.eye(64)[5]
-    bounds, longest = batch.cu_seqlens, batch.max_seq_len
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
+    fp8 = Fp8Config(recipe, emulate=True)
+    model = with_outlier(build_model(qwen3(), topology, ParallelConfig(), torch.float64, seed=3, fp8=fp8))
     for _ in range(2):  # the second under delayed scales that have seen the padding
         model.zero_grad()
-        logits = model(batch.token_ids, batch.position_ids, None, packed_seq_params=packed)[0, :num_tokens]
+        logits = forward(model, batch)[0, :num_tokens]
         cotangent = torch.randn(logits.shape, generator=torch.Generator().manual_seed(4), dtype=logits.dtype)
         (logits * cotangent).sum().backward()
     return [logits.detach(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])]
@@ -187,3 +197,29 @@ def test_padding_disturbs_no_scale(recipe: str, topology: Topology) -> None:
         assert (logits - found[256][0]).norm() > 1e-3 * found[256][0].norm()
     else:  # a block's scale is a row's or, for the weight gradient, a few tokens'
         assert (logits - found[256][0]).norm() <= 1e-6 * found[256][0].norm()
+
+
+def test_an_empty_microbatch_disturbs_no_scale(topology: Topology) -> None:
+    """It repeats a real sequence of the pass. The padding token in its place would move the scales of inputs."""
+    sequences = [np.arange(length) % 249 for length in (30, 140, 36)]
+    (plan,) = plan_microbatches(list(map(len, sequences)), 1, 180)
+    real = [pack([sequences[i] for i in indices], {}, [1] * len(indices), 16, pad_id=249) for indices in plan]
+    assert len(real) == 2
+    for filler, moves in ((longest(sequences), False), (None, True)):
+        model = build_model(
+            qwen3(), topology, ParallelConfig(), torch.float64, seed=3, fp8=Fp8Config("delayed", emulate=True)
+        )
+        for _ in range(4):  # until scales have settled, from 1
+            settled = input_scales(with_outlier(model), real)
+        found = input_scales(model, [pack([], {}, [], 16, pad_id=249, filler=filler)])
+        if moves:
+            assert (found < 0.9 * settled).any()
+        else:
+            torch.testing.assert_close(found, settled, rtol=1e-6, atol=0)
+
+
+def input_scales(model: torch.nn.Module, batches: list[PackedBatch]) -> torch.Tensor:
+    """Of every layer after a pass over the batches; float64, so that a row's sums may be done in another order."""
+    for batch in batches:
+        forward(model, batch).sum().mul(0).backward()
+    return torch.stack([module.scale[0] for module in model.modules() if isinstance(module, DelayedScales)])

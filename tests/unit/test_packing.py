@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ac2.data.packing import num_sequences, pack, plan_microbatches, sequence_ids
+from megatron_ac2.data.packing import longest, num_sequences, pack, plan_microbatches, sequence_ids
 
 
 def ids(*values: int) -> np.ndarray:
@@ -144,6 +144,25 @@ def test_empty_pack_is_one_masked_batch_with_every_field() -> None:
     assert batch.loss_mask.sum() == 0
     assert set(batch.fields) == {"advantages", "logprobs"}
     assert all(field.shape == (1, 8) and (field == 0).all() for field in batch.fields.values())
+
+
+def test_empty_pack_repeats_its_filler() -> None:
+    sequences = [ids(7), ids(1, 2, 3), ids(4, 5, 6)]
+    assert longest(sequences) is sequences[1] and longest([]) is None
+    batch = pack([], {"x": []}, [], align=8, pad_id=5, filler=longest(sequences))
+    assert batch.token_ids.tolist() == [[1, 2, 3, 1, 2, 3, 1, 2]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 0, 1]]
+    assert batch.cu_seqlens.tolist() == [0, 3, 6, 8] and not batch.loss_mask.any()
+    cut = pack([], {}, [], align=8, pad_id=5, filler=ids(1, 2, 3), length_multiple=4)  # of context ranks
+    assert cut.token_ids.tolist() == [[1, 2, 3, 1, 1, 2, 3, 1]] and cut.cu_seqlens.tolist() == [0, 4, 8]
+    assert pack([ids(9)], {}, [1], align=2, pad_id=5, filler=ids(1)).token_ids.tolist() == [[9, 9]]
+
+
+def test_the_filler_is_in_rank_0s_first_microbatch() -> None:
+    lengths = [3, 9, 9, 2, 9, 1]
+    plan = plan_microbatches(lengths, 2, 10)
+    filler = longest([np.arange(length) + 10 * i for i, length in enumerate(lengths)])
+    assert filler is not None and filler[0] // 10 in plan[0][0]
 
 
 def test_empty_pack_takes_rows_from_templates() -> None:
