@@ -87,6 +87,11 @@ def fp8_problems(
             "megatron.recompute_granularity: found 'full', but under fp8.recipe delayed the second pass would round "
             "with scales that the first one moved; accepted with fp8.emulate: null or selective"
         )
+    if fp8.emulate and fp8.recipe == "delayed" and extra.get("tp_only_amax_red"):
+        problems.append(
+            "megatron.tp_only_amax_red: found True, but the emulation reduces amaxes over data and context ranks too; "
+            "accepted with fp8.emulate: null or false"
+        )
     if fp8.emulate and fp8.recipe == "delayed" and is_sparse(hf_config):
         problems.append(
             "fp8.recipe: found delayed, but the experts of other ranks may have no tokens to agree on a scale of; "

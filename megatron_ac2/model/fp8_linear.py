@@ -14,7 +14,7 @@ rounded network, with the rounding itself taken as the identity (straight-throug
   sequence (data.packing.longest): no larger amax than that one's, though under `most_recent` perhaps in place of a
   larger one. History and scales are buffers, and so part of a checkpoint.
 - blockwise, mxfp8: a scale a block. Shards of whole blocks round as the whole matrix does; where a context degree cuts
-  sequences within blocks of tokens, the weight gradient's blocks are others.
+  sequences within blocks of tokens, the weight gradient's blocks are others, which tells in the smallest numbers alone.
 """
 
 from __future__ import annotations

@@ -153,6 +153,12 @@ def test_recompute_under_moving_scales_is_refused() -> None:
     assert problems_of(Fp8Config("tensorwise", emulate=True), extra=full) == []
 
 
+def test_another_amax_group_than_the_emulations_is_refused() -> None:
+    (problem,) = problems_of(Fp8Config("delayed", emulate=True), extra={"tp_only_amax_red": True})
+    assert problem.startswith("megatron.tp_only_amax_red: found True")
+    assert problems_of(Fp8Config("tensorwise", emulate=True), extra={"tp_only_amax_red": True}) == []
+
+
 @pytest.mark.parametrize(
     ("recipe", "multiple"), [("none", 1), ("delayed", 16), ("tensorwise", 16), ("blockwise", 128), ("mxfp8", 32)]
 )
