@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from megatron_ac2.config import Config, critic_parallel
+from megatron_ac2.config import Config, critic_kind, critic_parallel
 from megatron_ac2.model.build import check_layout, transformer_config
 from megatron_ac2.model.fp8 import shape_problems
+from megatron_ac2.model.hf_weights import weight_problems
 from megatron_ac2.parallel.topology import check_world
 from megatron_ac2.training.value_head_critic import context_problems
 from megatron_ac2.types import UserError
@@ -37,9 +38,23 @@ def critic_problems(
         transformer_config(critic_hf, parallel, torch.float32, config.megatron)
     except UserError as error:
         problems += error.problems
+    if critic_hf is not hf_config:
+        problems += [f"critic.path: {p}" for p in weight_problems(critic_hf, config.critic.path, value=True)]
     if critic_hf is not hf_config and hf_config is not None:
         problems += _vocabulary_problems(config.critic.path, hf_config, critic_hf, tokenizer)
     return problems
+
+
+def context_warnings(config: Config, longest: int, limit: int) -> list[str]:
+    """A word where states of up to `longest` tokens, wording and reference included, meet a critic that reads `limit`
+    of them, and the user has not limited them: no context is ever cut, the longer ones go without a value."""
+    if critic_kind(config) == "none" or config.critic.max_context_len is not None or longest <= limit:
+        return []
+    what = "a whole response and a reference of that length" if config.critic.use_references else "a whole response"
+    return [
+        f"critic.max_context_len is null and the critic reads {limit} tokens: with the longest problem and {what} a "
+        f"context has {longest}; what is longer than the limit gets no value and trains no critic"
+    ]
 
 
 def _vocabulary_problems(

@@ -1,7 +1,8 @@
 """Preflight in seconds: what is installed, what is missing for a GPU run, and everything wrong with a configuration.
 
 `python -m megatron_ac2.doctor [BASE.yaml [OVERLAY.yaml ...] [section.field=value ...]]` prints all findings at once;
-the exit status is 1 if one is an error. It starts no process group, no engine and no training.
+the exit status is 1 if one is an error. It starts no process group, no engine and no training: what vLLM itself
+refuses, a weight of another shape, or a damaged checkpoint, a run alone finds.
 """
 
 from __future__ import annotations
@@ -133,7 +134,13 @@ def check_environment(environment: Mapping[str, str], on_gpu: bool) -> Iterator[
 
 
 def check_run(paths: Sequence[str | Path], overrides: Sequence[str], on_gpu: bool) -> Iterator[Finding]:
-    """Everything about a training configuration that can be seen without starting it."""
+    """Everything that a run itself would find wrong with a training configuration at its start, by the same checks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's, about apex; check_packages has said it
+        from megatron_ac2.inputs import read_inputs
+        from megatron_ac2.model.checkpoint import identity_problems
+        from megatron_ac2.parts import checkpoint_root, run_identity
+
     try:
         config: Config = load_config(paths, overrides)
     except UserError as error:
@@ -141,20 +148,18 @@ def check_run(paths: Sequence[str | Path], overrides: Sequence[str], on_gpu: boo
         return
     yield Finding("ok", "config", " + ".join(map(str, paths)))
     yield from (Finding("warning", "config", text) for text in warnings_for(config))
-    for field, file in (("data.train", config.data.train), ("data.validation", config.data.validation)):
-        if file is not None and not Path(file).is_file():
-            yield Finding("error", field, f"file not found: {file}")
-    for field, folder in (
-        ("critic.path", config.critic.path),
-        ("actor.reference_kl.path", config.actor.reference_kl.path),
-    ):
-        if folder is not None and not Path(folder).is_dir():
-            yield Finding("error", field, f"folder not found: {folder}")
-    if config.run.wandb and not has_module("wandb"):
-        yield Finding("error", "run.wandb", "found true, but wandb is not installed: pip install wandb, or set false")
-    if config.run.tensorboard and not has_module("tensorboard"):
-        yield Finding("error", "run.tensorboard", "found true, but tensorboard is not installed, or set false")
-    yield from check_model(config, on_gpu)
+    world_size = int(os.environ.get("WORLD_SIZE", 0)) or (torch.cuda.device_count() if on_gpu else 0)
+    try:
+        inputs = read_inputs(config, world_size)
+        yield from (Finding("warning", "config", text) for text in inputs.warnings)
+        saved = checkpoint_root(config) if config.run.resume else None
+        problems = [] if saved is None else identity_problems(saved, run_identity(config, inputs))
+    except UserError as error:
+        problems = error.problems
+    for problem in problems:
+        field, _, text = problem.partition(": ")
+        yield Finding("error", field, text)
+    yield from _memory(config, world_size, on_gpu)
 
 
 def check_fp8() -> Iterator[Finding]:
@@ -172,50 +177,23 @@ def check_fp8() -> Iterator[Finding]:
         yield Finding("note", "FP8", f"no {', '.join(refused)}: {reason}")
 
 
-def check_model(config: Config, on_gpu: bool) -> Iterator[Finding]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, about apex; check_packages has said it
-        from megatron_ac2.model.build import check_layout, config_problems, load_hf_config
-        from megatron_ac2.parallel.topology import check_world
-
-    folder = Path(config.model.path)
-    try:
-        hf_config = load_hf_config(folder)
-    except UserError as error:
-        yield from (Finding("error", "model", problem) for problem in error.problems)
-        return
-    if not list(folder.glob("*.safetensors")):
-        yield Finding("error", "model.path", f"no *.safetensors in {folder}")
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        yield Finding("error", "model.path", f"no tokenizer.json or tokenizer_config.json in {folder}")
-    layout = check_layout(hf_config, config.parallel)
-    world_size = int(os.environ.get("WORLD_SIZE", 0)) or (torch.cuda.device_count() if on_gpu else 0)
-    if world_size:
-        layout += check_world(config.parallel, world_size)
-    yield from (Finding("error", "parallel", text) for text in dict.fromkeys(layout))
-    for problem in config_problems(hf_config, config.parallel, config.megatron, config.fp8):
-        field, text = problem.split(": ", 1)
-        yield Finding("error", field, text)
-    if not layout:
-        yield _memory(config, world_size, on_gpu)
-
-
-def _memory(config: Config, world_size: int, on_gpu: bool) -> Finding:
+def _memory(config: Config, world_size: int, on_gpu: bool) -> Iterator[Finding]:
     from megatron_ac2.memory.question import read_question
 
     try:
         plan = read_question(config, world_size).plan()
-    except UserError as error:  # of a critic's model
-        return Finding("error", "memory", "; ".join(error.problems))
+    except UserError:  # of a model or a layout, and named by now
+        return
     stage = plan.worst
     text = (
         f"{gib(stage.state_bytes)} a rank for weights, gradients and optimizer states, {gib(stage.peak_bytes)} in "
         f"{stage.worst_phase}, and {plan.utilization:.0%} of the card for the engine (python -m megatron_ac2.memory)"
     )
     if not on_gpu:
-        return Finding("note", "memory", f"on GPUs: {text}")
+        yield Finding("note", "memory", f"on GPUs: {text}")
+        return
     total = device_memory(0)[1]
-    return Finding("ok" if plan.problem(total) is None else "warning", "memory", f"{text}, of {gib(total)}")
+    yield Finding("ok" if plan.problem(total) is None else "warning", "memory", f"{text}, of {gib(total)}")
 
 
 def diagnose(paths: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> list[Finding]:

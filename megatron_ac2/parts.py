@@ -53,6 +53,7 @@ class Parts:
     identity: dict[str, str]
     saver: CheckpointSaver
     turns: Turns
+    warnings: list[str]  # for the start
 
     def decode(self, ids: np.ndarray) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -98,13 +99,12 @@ def build(config: Config) -> tuple[Parts, RunState]:
         engine=engine, grader=RuleGrader(config.data.grading_timeout), validation=inputs.validation,
         decoding=Decoding.of(config, inputs.hf_config.vocab_size), decoding_cost=DecodingCost.of(inputs.hf_config),
         models=models, optimizers=optimizers,
-        identity=identity(config, inputs.hf_config, inputs.tokenizer, PROMPT_HASH, inputs.train,
-                          inputs.critic_hf_config, _reference_weights(config)),
+        identity=run_identity(config, inputs),
         saver=CheckpointSaver(
             checkpoint_root(config), Kept(config.run.keep_checkpoints, config.run.keep_every),
             config.run.async_save, config.run.timeout_minutes,
         ),
-        turns=turns,
+        turns=turns, warnings=inputs.warnings,
     )  # fmt: skip
     return parts, RunState.fresh(config, inputs.train)
 
@@ -153,10 +153,6 @@ def _reference_path(config: Config) -> str:
     return config.actor.reference_kl.path or config.model.path
 
 
-def _reference_weights(config: Config) -> str:
-    return HfReader(_reference_path(config)).fingerprint() if config.actor.reference_kl.coefficient else "none"
-
-
 def _policy_head(config: Config) -> str:
     return "lm" if config.actor.loss_op == "naive" else "hidden"
 
@@ -199,6 +195,14 @@ def load_latest(parts: Parts, state: RunState, config: Config) -> None:
     )
     if saved is not None:
         state.load_state_dict(saved)
+
+
+def run_identity(config: Config, inputs: Inputs) -> dict[str, str]:
+    """What the run must have in common with a checkpoint that it goes on from."""
+    reference = HfReader(_reference_path(config)).fingerprint() if config.actor.reference_kl.coefficient else "none"
+    return identity(
+        config, inputs.hf_config, inputs.tokenizer, PROMPT_HASH, inputs.train, inputs.critic_hf_config, reference
+    )
 
 
 def checkpoint_root(config: Config) -> Path:

@@ -176,7 +176,7 @@ def _open_writer(parts: Parts, state: RunState, config: Config) -> MetricsWriter
     if parts.topology.rank == 0:
         (run_dir / "config.yaml").write_text(text)
         writer.say(text)
-        for warning in warnings_for(config):
+        for warning in (*warnings_for(config), *parts.warnings):
             writer.say(f"warning: {warning}")
         if state.next_step:
             writer.say(f"resumed from the checkpoint after step {state.next_step} in {run_dir}")

@@ -14,7 +14,7 @@ from megatron_ac2.config import EngineConfig
 from megatron_ac2.engine.environment import preserved_random_state
 from megatron_ac2.engine.requests import check_requests, divide_requests, merge_shares, pack_samples, to_sample
 from megatron_ac2.engine.routed_experts import ExpertRecord
-from megatron_ac2.engine.vllm_arguments import build_vllm, vllm_arguments
+from megatron_ac2.engine.vllm_arguments import build_vllm, engine_problems, vllm_arguments
 from megatron_ac2.parallel.collectives import gather_objects
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.types import Sample, SampleRequest, UserError
@@ -63,9 +63,8 @@ class ColocatedEngine:
         """
         if not dist.is_initialized():
             raise RuntimeError("init_process_group must come before the engine: vLLM would make a world of its own")
-        if topology.world_size % engine.tensor_parallel:
-            raise UserError(f"engine.tensor_parallel: found {engine.tensor_parallel}, must divide the number of "
-                            f"processes ({topology.world_size})")  # fmt: skip
+        if problems := engine_problems(engine, topology.world_size, topology.on_cpu):
+            raise UserError(problems)
         self.version = version
         self.last_call = CallStats()
         self.max_model_len = max_model_len
@@ -78,8 +77,8 @@ class ColocatedEngine:
         self._unusable: str | None = None
         self._experts = ExpertRecord(recorded_layers, topology)
         arguments = dict(model=model_path, dtype=dtype, max_model_len=max_model_len, seed=seed)
-        arguments |= vllm_arguments(engine, topology, max_model_len) | self._experts.arguments()
-        self._llm = build_vllm(arguments, engine.options, topology.on_cpu)
+        arguments |= vllm_arguments(engine, topology.on_cpu, max_model_len) | self._experts.arguments() | engine.options
+        self._llm = build_vllm(arguments, topology.on_cpu)
         self._experts.start(self._llm)
 
     def sample(self, requests: Sequence[SampleRequest], progress: Progress | None = None) -> list[Sample]:

@@ -5,7 +5,7 @@ under other tensor, pipeline and data degrees and with the other kind of optimiz
 """
 
 from megatron_ac2.model.checkpoint_files import latest
-from megatron_ac2.model.checkpoint_load import load_checkpoint
+from megatron_ac2.model.checkpoint_load import identity_problems, load_checkpoint
 from megatron_ac2.model.checkpoint_save import CheckpointSaver, Kept, save_checkpoint
 
-__all__ = ["CheckpointSaver", "Kept", "latest", "load_checkpoint", "save_checkpoint"]
+__all__ = ["CheckpointSaver", "Kept", "identity_problems", "latest", "load_checkpoint", "save_checkpoint"]

@@ -50,6 +50,17 @@ def load_checkpoint(
     return state["run"]
 
 
+def identity_problems(root: str | Path, identity: Mapping[str, str]) -> list[str]:
+    """What `load_checkpoint` would refuse of a run's identity, as messages, in one process that has no model."""
+    try:
+        folder = files.latest(root)
+        if folder is None:
+            return []
+        return _differences(folder, files.read_state(folder / files.STATE_FILE), {}, {}, identity)
+    except UserError as error:
+        return error.problems
+
+
 def _differences(
     folder: Path,
     state: Mapping[str, Any],

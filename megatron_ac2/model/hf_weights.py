@@ -27,6 +27,14 @@ _FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _VALUE_HEAD_RULE = Rule("output_layer.weight", (VALUE_HEAD,), "whole")
 
 
+def weight_problems(hf_config: PretrainedConfig, path: str | Path, value: bool = False) -> list[str]:
+    """What `load_hf_weights` would refuse of the folder that its files' headers show, shapes apart, as messages."""
+    try:
+        return _name_errors(Table(hf_config), HfReader(path), value)
+    except UserError as error:
+        return error.problems
+
+
 def load_hf_weights(model: torch.nn.Module, hf_config: PretrainedConfig, topology: Topology, path: str | Path) -> None:
     """Fill this rank's shard from the folder's safetensors; only the rows and columns that it needs are read.
 
