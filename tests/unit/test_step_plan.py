@@ -286,6 +286,7 @@ def test_a_crash_right_after_a_checkpoint_loses_no_row(
         engine=None,
         validation=[],
         saver=SimpleNamespace(wait=lambda: None),
+        warnings=[],
     )
 
     def save(parts, state) -> None:
