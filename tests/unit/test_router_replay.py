@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -131,10 +132,15 @@ def test_a_dense_model_has_no_routers() -> None:
     assert problem == "actor.router_replay: found true, but the model has no experts; accepted: false"
 
 
-def test_what_the_engine_cannot_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_engine_cannot_record_is_refused() -> None:
     problems = routed_experts.recording_problems
     assert problems(2, on_cpu=True) == problems(1, on_cpu=False) == []
     (problem,) = problems(2, on_cpu=False)
     assert "with engine.tensor_parallel 2 vLLM hands its record to the first rank alone" in problem
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+def test_a_vllm_that_does_not_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = routed_experts.recording_problems
     monkeypatch.setattr(routed_experts, "_HOOK", "not/there.py")
     assert "this vLLM does not record routed experts" in problems(1, on_cpu=True)[0]
