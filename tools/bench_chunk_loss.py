@@ -7,7 +7,7 @@ twin     logits materialised, kernels/vocab_logprobs.py
 tiled    kernels/chunk_loss.py with torch's operators; +entropy: an entropy bonus, +centering: 32 recorded tokens,
          bf16 grad: d(weight) accumulated in the weight's own bf16
 liger    LigerFusedLinearGRPOLoss(compiled=False), where liger-kernel is installed; one advantage a sequence of 256
-gemms    the three matrix products alone, in the tiles' shapes: X W^T, P W, P^T X
+gemms    the three matrix products alone, in the tiles' shapes: W X^T, P W, P^T X; the faster of torch's and oneDNN's
 
 Peak: the process's resident memory above its inputs, sampled; "beyond": less d(weight) and d(hidden) as they were
 accumulated. Error of d(weight): against float64, on every 997th row. Not run: a case that would not fit in memory.
@@ -22,6 +22,7 @@ import math
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,8 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ac2.algorithm.objective import PolicyTokens, policy_loss  # noqa: E402
 from megatron_ac2.algorithm.objective_parts import PolicyObjective  # noqa: E402
+from megatron_ac2.kernels import onednn_products  # noqa: E402
 from megatron_ac2.kernels.chunk_loss import Head, chunk_loss  # noqa: E402
 from megatron_ac2.kernels.chunk_loss_backend import default_tile_bytes  # noqa: E402
+from megatron_ac2.kernels.chunk_loss_tiled import BLOCK_ROWS  # noqa: E402
 from megatron_ac2.kernels.chunk_loss_walk import tile_rows  # noqa: E402
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs, token_logprobs  # noqa: E402
 from tools.peak_memory import GIB, PeakMemory, resident_bytes  # noqa: E402
@@ -154,16 +157,22 @@ def step(case: Case, function: Callable[[], Tensor]) -> None:
 
 
 def gemm_seconds(case: Case, repeats: int) -> float:
-    """Of the products of all tokens, measured on one tile."""
-    tile = min(case.tokens, tile_rows(VOCAB, case.weight.dtype, TILE_BYTES))
-    hidden, weight = case.hidden.detach()[:tile], case.weight.detach()
-    logits, to_hidden, to_weight = hidden @ weight.t(), torch.empty_like(hidden), torch.empty_like(weight)
-    products = (
-        lambda: torch.mm(hidden, weight.t(), out=logits),
-        lambda: torch.mm(logits, weight, out=to_hidden),
-        lambda: torch.mm(logits.t(), hidden, out=to_weight),
-    )
-    return sum(timed(product, repeats + 2) for product in products) * case.tokens / tile
+    """Of the products of all tokens, measured on one tile: by torch, and by oneDNN's blocks where those suit."""
+    rows = min(case.tokens, tile_rows(VOCAB, case.weight.dtype, TILE_BYTES))
+    hidden, weight = case.hidden.detach()[:rows], case.weight.detach()
+    tile, to_hidden, to_weight = weight @ hidden.t(), torch.empty_like(hidden), torch.empty_like(weight)
+    products = [
+        [lambda: torch.mm(weight, hidden.t(), out=tile)],
+        [lambda: torch.mm(tile.t(), weight, out=to_hidden)],
+        [lambda: torch.mm(tile, hidden, out=to_weight)],
+    ]
+    blocks = [slice(start, start + BLOCK_ROWS["cpu"]) for start in range(0, VOCAB, BLOCK_ROWS["cpu"])]
+    if onednn_products.suits(rows, weight[blocks[0]]):
+        product = onednn_products.product
+        products[0].append(lambda: deque((product(weight[block], hidden.t()) for block in blocks), 0))
+        products[1].append(lambda: deque((product(tile[block].t(), weight[block]) for block in blocks), 0))
+        products[2].append(lambda: deque((product(tile[block], hidden) for block in blocks), 0))
+    return sum(min(timed(way, repeats + 2) for way in ways) for ways in products) * case.tokens / rows
 
 
 def timed(function: Callable[[], object], repeats: int) -> float:

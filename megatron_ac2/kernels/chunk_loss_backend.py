@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Tile: TypeAlias = "VocabTile | TritonTile"
 Backend = Literal["auto", "torch", "triton"]
 TRITON_DTYPES = (torch.bfloat16, torch.float32)
-_TILE_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # a GPU reads and writes all of d(weight) once a tile
+_TILE_BYTES = {"cpu": 144 << 20, "cuda": 1 << 30}  # a GPU reads and writes all of d(weight) once a tile
 _MIN_CAPABILITY = (8, 0)  # bf16 tensor cores
 
 

@@ -10,12 +10,15 @@ operands of the next two GEMMs, [n, H], in place of a pass over the tile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from megatron_ac2.kernels import onednn_products
 from megatron_ac2.kernels.vocab_shards import NO_COLUMNS, NUM_STATISTICS, accumulator_of
 
-_BLOCK_ROWS = {"cpu": 2048, "cuda": 16384}  # of the vocabulary, at once
+BLOCK_ROWS = {"cpu": 1024, "cuda": 16384}  # of the vocabulary, at once
 _SAMPLE = 256  # logits a row that the reference c is taken from
 _MAX_MASS = 1e15  # of sum e^y: beyond, c was a poor guess and the tile is computed again
 
@@ -33,7 +36,7 @@ class VocabTile:
         self.keep_logits = keep_logits
         self.accumulator = accumulator_of(weight)
         self._buffer = weight.new_empty((columns + 1) * num_rows)
-        self._step = _BLOCK_ROWS.get(weight.device.type, _BLOCK_ROWS["cuda"])
+        self._step = BLOCK_ROWS.get(weight.device.type, BLOCK_ROWS["cuda"])
         self._sample = self.weight[:: max(1, columns // _SAMPLE)]
 
     def scores(self, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,12 +50,10 @@ class VocabTile:
         label = self._label_logits(hidden, ids[:, 0])
         reference = ((self._sample @ hidden.t()) / self.temperature).amax(0)
         reference = torch.maximum(reference, label.to(hidden.dtype))
-        tile = self._fill(hidden, reference)
-        picked, (mass, moment) = self._pick(tile, ids), self._exponentiate(tile)
+        picked, mass, moment = self._weigh(hidden, reference, ids)
         if bool((mass > _MAX_MASS).any()):
             reference = reference + self._fill(hidden, reference)[: self.columns].amax(0)
-            tile = self._fill(hidden, reference)
-            picked, (mass, moment) = self._pick(tile, ids), self._exponentiate(tile)
+            picked, mass, moment = self._weigh(hidden, reference, ids)
         self._reference = reference.to(self.accumulator)
         picked.add_(self._reference[:, None])
         picked[:, 0] = label
@@ -103,7 +104,7 @@ class VocabTile:
             self._add_weight_gradient(weight_gradient, tile, scaled)
         if not need_hidden:
             return None
-        gradient = (tile[: self.columns].t() @ self.weight).to(self.accumulator)
+        gradient = self._hidden_gradient(tile).to(self.accumulator)
         return gradient.mul_(factor[:, None]).to(hidden.dtype)
 
     def _tile(self, num_rows: int) -> Tensor:
@@ -117,27 +118,50 @@ class VocabTile:
         logits = rows.mul_(hidden).sum(1) / self.temperature
         return logits.masked_fill_(local == self.columns, NO_COLUMNS)
 
-    def _fill(self, hidden: Tensor, reference: Tensor) -> Tensor:
-        tile, scale = self._tile(len(hidden)), 1 / self.temperature
-        for block in self._blocks():
-            torch.addmm(reference, self.weight[block], hidden.t(), beta=-1, alpha=scale, out=tile[block])
-        return tile
-
-    def _exponentiate(self, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """sum e^y and sum e^y y, [n] each; the tile holds e^y from then on, unless logits are kept."""
-        mass = torch.zeros(tile.shape[1], dtype=self.accumulator, device=tile.device)
-        moment = torch.zeros_like(mass)
-        scratch = tile.new_empty(2, min(self._step, self.columns), tile.shape[1])
+    def _weigh(self, hidden: Tensor, reference: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """y of the ids, [n, K], and sum e^y and sum e^y y, [n] each; the tile holds e^y from then on, or y where logits
+        are kept. The label's y is left out: where it is the only id, a block's y is done with while it is in cache."""
+        tile, fill = self._tile(len(hidden)), self._filler(hidden, reference)
+        picked = torch.zeros_like(ids, dtype=self.accumulator)
+        filled = ids.shape[1] > 1
+        if filled:
+            picked = self._pick(self._fill(hidden, reference), ids)
+        mass, moment = torch.zeros(2, len(hidden), dtype=self.accumulator, device=tile.device)
+        scratch = tile.new_empty(2, min(self._step, self.columns), len(hidden))
         # A CPU's sum of half precision widens a copy first: into memory that is there, or it faults in fresh pages.
         wide = torch.empty_like(scratch[0], dtype=self.accumulator) if tile.device.type == "cpu" else None
         for block in self._blocks():
-            logits, (weights, products) = tile[block], scratch[:, : block.stop - block.start]
-            torch.exp(logits, out=weights)
-            mass += self._column_sums(weights, wide)
-            moment += self._column_sums(torch.mul(weights, logits, out=products), wide)
-            if not self.keep_logits:
-                logits.copy_(weights)
-        return mass, moment
+            own, (spare, products) = tile[block], scratch[:, : block.stop - block.start]
+            logits, weights = (own, spare) if self.keep_logits else (spare, own)
+            if not filled:
+                fill(block, logits)
+            elif logits is spare:
+                logits.copy_(own)
+            self._exponentiate(logits, weights, products, wide, mass, moment)
+        return picked, mass, moment
+
+    def _exponentiate(
+        self, logits: Tensor, weights: Tensor, products: Tensor, wide: Tensor | None, mass: Tensor, moment: Tensor
+    ) -> None:
+        """e^y into `weights`, its sum and that of e^y y added to `mass` and `moment`; the others are scratch."""
+        torch.exp(logits, out=weights)
+        mass += self._column_sums(weights, wide)
+        moment += self._column_sums(torch.mul(weights, logits, out=products), wide)
+
+    def _fill(self, hidden: Tensor, reference: Tensor) -> Tensor:
+        tile, fill = self._tile(len(hidden)), self._filler(hidden, reference)
+        for block in self._blocks():
+            fill(block, tile[block])
+        return tile
+
+    def _filler(self, hidden: Tensor, reference: Tensor) -> Callable[[slice, Tensor], Tensor]:
+        """(block of the vocabulary, where to) -> y there."""
+        weight, scale = self.weight, 1 / self.temperature
+        if self._by_onednn(len(hidden)):
+            scaled, negated = (hidden * scale).t(), -reference
+            return lambda block, out: out.copy_(onednn_products.product(weight[block], scaled, negated))
+        turned = hidden.t()
+        return lambda block, out: torch.addmm(reference, weight[block], turned, beta=-1, alpha=scale, out=out)
 
     def _column_sums(self, block: Tensor, wide: Tensor | None) -> Tensor:
         if wide is not None and block.dtype != wide.dtype:
@@ -173,11 +197,25 @@ class VocabTile:
             tile[block] = p.mul_(logp.mul_(-entropy_slopes).add_(constant))
 
     def _add_weight_gradient(self, gradient: Tensor, tile: Tensor, scaled: Tensor) -> None:
+        by_onednn = self._by_onednn(len(scaled))
         for block in self._blocks():
-            if gradient.dtype == tile.dtype:
+            if by_onednn:
+                gradient[block] += onednn_products.product(tile[block], scaled)
+            elif gradient.dtype == tile.dtype:
                 gradient[block].addmm_(tile[block], scaled)
             else:
                 gradient[block] += tile[block] @ scaled
+
+    def _hidden_gradient(self, tile: Tensor) -> Tensor:
+        if not self._by_onednn(tile.shape[1]):
+            return tile[: self.columns].t() @ self.weight
+        gradient = tile.new_zeros(tile.shape[1], self.weight.shape[1])
+        for block in self._blocks():
+            gradient += onednn_products.product(tile[block].t(), self.weight[block])
+        return gradient
+
+    def _by_onednn(self, rows: int) -> bool:
+        return onednn_products.suits(rows, self.weight[: self._step])
 
 
 def _positions(ids: Tensor) -> Tensor:

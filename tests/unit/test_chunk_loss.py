@@ -13,6 +13,7 @@ from megatron_ac2.algorithm.importance import KINDS
 from megatron_ac2.algorithm.objective import PolicyTokens, policy_loss
 from megatron_ac2.algorithm.objective_parts import LOSSES, PolicyObjective, objective_problems
 from megatron_ac2.kernels import chunk_loss_tiled as tiled
+from megatron_ac2.kernels import onednn_products
 from megatron_ac2.kernels.chunk_loss import Head, chunk_loss, chunk_scores
 from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs, restricted_logprobs
 from tests.unit.tensor_rank import TensorRank
@@ -28,8 +29,9 @@ BOUNDS = {"sequence_mis": (0.0, 1e5), "geometric_rejection": (0.2, 5.0)}
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Several blocks of the vocabulary, the last one shorter."""
-    monkeypatch.setattr(tiled, "_BLOCK_ROWS", {"cpu": 16, "cuda": 16})
+    """Several blocks of the vocabulary, the last one shorter; fp32 goes the way of large products."""
+    monkeypatch.setattr(tiled, "BLOCK_ROWS", {"cpu": 16, "cuda": 16})
+    monkeypatch.setattr(onednn_products, "_LEAST", 0)
 
 
 def rows_of_bytes(rows: int, dtype: torch.dtype, columns: int = V) -> int:
@@ -225,6 +227,20 @@ def test_odd_sizes_tiles_and_temperatures(dtype, tokens, top, with_entropy, toke
         assert found.metrics["rows"] == tokens and found.metrics["most_max"] == tokens
         assert found.scores.labels.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert relative(found.scores.labels, scores.labels.detach()) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("top", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_products_too_small_for_onednn_give_the_same(monkeypatch, top, with_entropy):
+    factors = coefficients(with_entropy=with_entropy)
+    options = {"top": top, "temperature": 0.7, "entropy_gradient": with_entropy}
+    by_onednn = fused(torch.float32, weighted(factors), **options)
+    monkeypatch.setattr(onednn_products, "_LEAST", V * H * T)  # what a block takes is less
+    monkeypatch.setattr(onednn_products, "product", None)
+    by_torch = fused(torch.float32, weighted(factors), **options)
+    for name in ("loss", "hidden", "weight"):
+        assert relative(by_onednn[1][name], by_torch[1][name]) <= 1e-6
+    assert relative(by_onednn[0].scores.labels, by_torch[0].scores.labels) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
