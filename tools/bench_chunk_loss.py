@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import subprocess
@@ -176,13 +177,13 @@ def gemm_seconds(case: Case, repeats: int) -> float:
 
 
 def timed(function: Callable[[], object], repeats: int) -> float:
-    """The best of `repeats`, after a first one."""
-    best = math.inf
-    for attempt in range(repeats + 1):
+    """The best of `repeats`, after a first one; of 0, the first one."""
+    seconds = []
+    for _ in range(repeats + 1):
         start = time.perf_counter()
         function()
-        best = min(best, time.perf_counter() - start) if attempt else best
-    return best
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:] or seconds)
 
 
 def refusal(kind: str, tokens: int, hidden: int, dtype_name: str) -> str | None:
@@ -226,7 +227,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=2, help="the best of so many, after one that warms up")
+    parser.add_argument("--repeats", type=int, default=1, help="the best of so many, after one that warms up")
+    parser.add_argument("--rounds", type=int, default=3, help="over all kinds, of which each kind's best counts")
     parser.add_argument("--errors", action="store_true", help="the error of d(weight) too; slow")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -238,18 +240,29 @@ def main() -> None:
     if arguments.case:
         print(json.dumps(run_case(*json.loads(arguments.case), arguments.repeats, arguments.errors)))
         return
-    print(f"torch {torch.__version__}, {arguments.threads} threads, V {VOCAB}, best of {arguments.repeats}", flush=True)
-    for tokens in arguments.tokens:
-        for hidden in arguments.hidden:
-            for dtype in arguments.dtypes:
-                print(f"T {tokens}, H {hidden}, {dtype}", flush=True)
-                gemms = None
-                for kind in arguments.kinds:
-                    case = (kind, tokens, hidden, dtype)
-                    found = refusal(*case) or in_fresh_process(arguments, *case)
-                    if kind == "gemms" and not isinstance(found, str):
-                        gemms = found["seconds"]
-                    print(line(kind, found, gemms), flush=True)
+    print(f"torch {torch.__version__}, {arguments.threads} threads, V {VOCAB}, best of {arguments.rounds} rounds of "
+          f"{max(arguments.repeats, 1)}", flush=True)  # fmt: skip
+    for tokens, hidden, dtype in itertools.product(arguments.tokens, arguments.hidden, arguments.dtypes):
+        print(f"T {tokens}, H {hidden}, {dtype}", flush=True)
+        found = [compare(arguments, tokens, hidden, dtype) for _ in range(arguments.rounds)]
+        best = {kind: fastest([each[kind] for each in found]) for kind in arguments.kinds}
+        gemms = best.get("gemms")
+        for kind in arguments.kinds:
+            print(line(kind, best[kind], gemms["seconds"] if isinstance(gemms, dict) else None), flush=True)
+
+
+def compare(arguments: argparse.Namespace, *size: object) -> dict[str, dict[str, float] | str]:
+    """Every kind once: of a machine that is fast and slow by turns, rounds show each kind its best minutes."""
+    return {kind: refusal(kind, *size) or in_fresh_process(arguments, kind, *size) for kind in arguments.kinds}
+
+
+def fastest(found: list[dict[str, float] | str]) -> dict[str, float] | str:
+    """The round of least time, with the most memory of any."""
+    measured = [each for each in found if not isinstance(each, str)]
+    if not measured:
+        return found[0]
+    most = {name: max(each[name] for each in measured) for name in ("peak", "beyond") if name in measured[0]}
+    return min(measured, key=lambda each: each["seconds"]) | most
 
 
 if __name__ == "__main__":

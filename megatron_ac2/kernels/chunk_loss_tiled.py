@@ -120,10 +120,11 @@ class VocabTile:
 
     def _weigh(self, hidden: Tensor, reference: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """y of the ids, [n, K], and sum e^y and sum e^y y, [n] each; the tile holds e^y from then on, or y where logits
-        are kept. The label's y is left out: where it is the only id, a block's y is done with while it is in cache."""
-        tile, fill = self._tile(len(hidden)), self._filler(hidden, reference)
+        are kept. Where neither they nor other ids than the label's are asked for (whose y is not read: 0), a block of
+        y never leaves the cache."""
+        tile, logits_of = self._tile(len(hidden)), self._logits(hidden, reference)
         picked = torch.zeros_like(ids, dtype=self.accumulator)
-        filled = ids.shape[1] > 1
+        filled = self.keep_logits or ids.shape[1] > 1
         if filled:
             picked = self._pick(self._fill(hidden, reference), ids)
         mass, moment = torch.zeros(2, len(hidden), dtype=self.accumulator, device=tile.device)
@@ -132,11 +133,10 @@ class VocabTile:
         wide = torch.empty_like(scratch[0], dtype=self.accumulator) if tile.device.type == "cpu" else None
         for block in self._blocks():
             own, (spare, products) = tile[block], scratch[:, : block.stop - block.start]
-            logits, weights = (own, spare) if self.keep_logits else (spare, own)
-            if not filled:
-                fill(block, logits)
-            elif logits is spare:
-                logits.copy_(own)
+            if self.keep_logits:
+                logits, weights = own, spare
+            else:
+                logits, weights = spare.copy_(own) if filled else logits_of(block, spare), own
             self._exponentiate(logits, weights, products, wide, mass, moment)
         return picked, mass, moment
 
@@ -149,19 +149,20 @@ class VocabTile:
         moment += self._column_sums(torch.mul(weights, logits, out=products), wide)
 
     def _fill(self, hidden: Tensor, reference: Tensor) -> Tensor:
-        tile, fill = self._tile(len(hidden)), self._filler(hidden, reference)
+        tile, logits_of = self._tile(len(hidden)), self._logits(hidden, reference)
         for block in self._blocks():
-            fill(block, tile[block])
+            own = tile[block]
+            own.copy_(logits_of(block, own))  # of itself, where it is there already: nothing
         return tile
 
-    def _filler(self, hidden: Tensor, reference: Tensor) -> Callable[[slice, Tensor], Tensor]:
-        """(block of the vocabulary, where to) -> y there."""
+    def _logits(self, hidden: Tensor, reference: Tensor) -> Callable[[slice, Tensor], Tensor]:
+        """(block of the vocabulary, room for it) -> its y, in that room or in memory of its own."""
         weight, scale = self.weight, 1 / self.temperature
         if self._by_onednn(len(hidden)):
             scaled, negated = (hidden * scale).t(), -reference
-            return lambda block, out: out.copy_(onednn_products.product(weight[block], scaled, negated))
+            return lambda block, room: onednn_products.product(weight[block], scaled, negated)
         turned = hidden.t()
-        return lambda block, out: torch.addmm(reference, weight[block], turned, beta=-1, alpha=scale, out=out)
+        return lambda block, room: torch.addmm(reference, weight[block], turned, beta=-1, alpha=scale, out=room)
 
     def _column_sums(self, block: Tensor, wide: Tensor | None) -> Tensor:
         if wide is not None and block.dtype != wide.dtype:

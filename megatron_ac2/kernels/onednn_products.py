@@ -28,4 +28,14 @@ def suits(rows: int, like: Tensor) -> bool:
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """left [m, k] @ right [k, n] + bias [n], accumulated in fp32; each of the two may be a transposed view."""
-    return torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise(_rows_together(left), right.t(), bias, "none", [], "")
+
+
+def _rows_together(matrix: Tensor) -> Tensor:
+    """`matrix`, a contiguous copy if it is a transposed view: the operator would make one, but on one thread alone, as
+    torch copies any transposed matrix. With a third dimension it takes all of them."""
+    if matrix.is_contiguous() or matrix.shape[1] % 2:
+        return matrix
+    found = torch.empty(matrix.shape, dtype=matrix.dtype)
+    found.unflatten(1, (2, -1)).copy_(matrix.unflatten(1, (2, -1)))
+    return found
