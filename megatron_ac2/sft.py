@@ -131,16 +131,18 @@ def train(config: SftConfig) -> None:
     save_hf(ddp, hf_config, topology, stage.out, config.model.path)
     if topology.rank == 0:
         cost = {"steps": stage.num_steps, "tokens": tokens, "seconds": time.monotonic() - started}
-        cost = {name: value + earlier_cost(config, name) for name, value in cost.items()}
+        earlier = earlier_cost(config)
+        cost = {name: value + earlier.get(name, 0) for name, value in cost.items()}
         (Path(stage.out) / COST_FILE).write_text(json.dumps({"head": stage.head, **cost}))
     shutdown()
 
 
-def earlier_cost(config: SftConfig, name: str) -> float:
-    """What stages of the same head had spent on the folder that this one starts from."""
+def earlier_cost(config: SftConfig) -> dict[str, float]:
+    """What stages of the same head had spent on the folder that this one starts from; empty if none did."""
     file = Path(config.model.path) / COST_FILE
     found = json.loads(file.read_text()) if file.is_file() else {}
-    return found[name] if found.get("head") == config.sft.head else 0
+    head = found.pop("head", None)
+    return found if head == config.sft.head else {}
 
 
 def stage_problems(config: SftConfig, hf_config: PretrainedConfig, world_size: int) -> list[str]:

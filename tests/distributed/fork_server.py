@@ -131,6 +131,9 @@ def run_job(program: str, arguments: list[str], logs: list[str], timeout: float)
             for pid in set(ranks) - set(statuses):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+    for pid in ranks:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # what a rank has started and left behind
     return [statuses[pid] for pid in ranks]
 
 
@@ -140,6 +143,7 @@ def _fork(program: str, arguments: list[str], rank: int, logs: list[str], port: 
         return pid
     status = 1
     try:
+        os.setsid()
         log = os.open(logs[rank], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for descriptor in (1, 2):
             os.dup2(log, descriptor)

@@ -15,7 +15,7 @@ from megatron_ac2.config import Config
 from megatron_ac2.config_training import OptimizerConfig
 from megatron_ac2.types import CriticExample, CriticState, DenseExample, Problem, TrainSequence
 from tests.distributed import tiny_families
-from tools.prepare_quickstart import train_tokenizer
+from tools.quickstart_model import train_tokenizer
 
 TEMPERATURE, CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.8, 0.2, 0.3, 3.0
 SEPARATOR_ID, HEAD_SEED, MAX_CONTEXT_LEN = 3, 5, 60

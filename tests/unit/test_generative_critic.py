@@ -9,7 +9,7 @@ from megatron_ac2.algorithm import value_prompt
 from megatron_ac2.config import Config
 from megatron_ac2.training.generative_critic import GenerativeCritic
 from megatron_ac2.types import CriticState, Problem, Sample, UserError
-from tools.prepare_quickstart import train_tokenizer
+from tools.quickstart_model import train_tokenizer
 
 PROBLEM = Problem("p", np.array([5, 6], dtype=np.int32), "What is 2 + 2?", {})
 REFERENCE = np.array([20, 21, 22], dtype=np.int32)

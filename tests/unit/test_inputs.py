@@ -15,7 +15,8 @@ from megatron_ac2.config import Config
 from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.inputs import read_inputs, stop_token_ids
 from megatron_ac2.types import UserError
-from tools.prepare_quickstart import base_config, prepare
+from tools.prepare_quickstart import prepare
+from tools.quickstart_model import base_config
 
 
 @pytest.fixture(scope="module")

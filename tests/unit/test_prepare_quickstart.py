@@ -15,6 +15,7 @@ from megatron_ac2.data.graders import RuleGrader
 from megatron_ac2.data.problems import load_problems
 from tools import prepare_quickstart
 from tools.prepare_quickstart import Flaw, draw_entries, prepare, work
+from tools.quickstart_model import MAX_VOCAB
 
 NUM_TERMS, NUM_TRAIN, NUM_VALIDATION, NUM_WORKED = 5, 12, 8, 200
 
@@ -114,7 +115,7 @@ def test_problem_files_load_and_are_disjoint(inputs, tokenizer):
 
 def test_the_tokenizer(inputs, tokenizer):
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
-    assert 256 < len(tokenizer) <= prepare_quickstart.MAX_VOCAB
+    assert 256 < len(tokenizer) <= MAX_VOCAB
     for text in ("+4=+04\n-7=-03\nAnswer: -03", "héllo 12345\t世界 <think>\n\n</think>\n\nx", " \n\n 007 "):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode("0123456789")) == 10

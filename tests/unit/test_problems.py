@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_ac2.data.problems import ProblemStream, load_problems
 from megatron_ac2.types import Problem, UserError
-from tools.prepare_quickstart import train_tokenizer
+from tools.quickstart_model import train_tokenizer
 
 ENTRY = {"question": "2 + 2 =", "answer": "4", "metadata": {"expression": "2 + 2"}}
 GYM = {"dataset": "chain_sum", "entry": ENTRY}

@@ -9,8 +9,9 @@ from megatron_ac2.sft import SftConfig, StageConfig, earlier_cost
 
 def test_a_stage_adds_what_stages_of_the_same_head_had_cost(tmp_path):
     config = SftConfig(model=ModelConfig(path=str(tmp_path)), sft=StageConfig(head="value"))
-    assert earlier_cost(config, "tokens") == 0  # no stage of ours
-    (tmp_path / COST_FILE).write_text(json.dumps({"head": "value", "steps": 900, "tokens": 7, "seconds": 1.5}))
-    assert [earlier_cost(config, name) for name in ("steps", "tokens", "seconds")] == [900, 7, 1.5]
-    (tmp_path / COST_FILE).write_text(json.dumps({"head": "lm", "steps": 900, "tokens": 7, "seconds": 1.5}))
-    assert earlier_cost(config, "tokens") == 0  # the policy's start, which its own role reports
+    assert earlier_cost(config) == {}  # no stage of ours
+    cost = {"steps": 900, "tokens": 7, "seconds": 1.5}
+    (tmp_path / COST_FILE).write_text(json.dumps({"head": "value", **cost}))
+    assert earlier_cost(config) == cost
+    (tmp_path / COST_FILE).write_text(json.dumps({"head": "lm", **cost}))
+    assert earlier_cost(config) == {}  # the policy's start, which its own role reports

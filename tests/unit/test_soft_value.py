@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_ac2.algorithm import value_prompt
 from megatron_ac2.algorithm.soft_value import MIN_GRID_MASS, reply_tree, soft_value
 from megatron_ac2.algorithm.value_prompt import GRID, grid_replies, parse_value
-from tools.prepare_quickstart import train_tokenizer
+from tools.quickstart_model import train_tokenizer
 
 POINT = 50
 REPLIES = {value: [40 + int(value), POINT, 60 + round(value * 10) % 10] for value in GRID}  # digits 40, 41; 60 .. 69

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_ac2.algorithm import value_prompt
 from megatron_ac2.algorithm.value_prompt import GRID, PROMPT_HASH, build_value_prompt, parse_value, value_ids
-from tools.prepare_quickstart import CHAT_TEMPLATE, train_tokenizer
+from tools.quickstart_model import CHAT_TEMPLATE, train_tokenizer
 
 QUESTION = "What is 2 + 2?"
 

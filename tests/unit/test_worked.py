@@ -12,7 +12,8 @@ from megatron_ac2.data.worked import WorkedSolution, load_worked, step_values
 from megatron_ac2.sft import StageConfig, batch_indices, learning_rate
 from megatron_ac2.training.value_head_critic import ValueHeadCritic
 from megatron_ac2.types import CriticState, Problem, UserError
-from tools.prepare_quickstart import Flaw, draw_entries, train_tokenizer, worked_rows, write_rows
+from tools.prepare_quickstart import Flaw, draw_entries, worked_rows, write_rows
+from tools.quickstart_model import train_tokenizer
 
 
 @pytest.fixture(scope="module")
