@@ -19,7 +19,6 @@ import argparse
 import gc
 import itertools
 import json
-import math
 import subprocess
 import sys
 import time
@@ -34,111 +33,45 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ac2.algorithm.objective import PolicyTokens, policy_loss  # noqa: E402
 from megatron_ac2.algorithm.objective_parts import PolicyObjective  # noqa: E402
 from megatron_ac2.kernels import onednn_products  # noqa: E402
-from megatron_ac2.kernels.chunk_loss import Head, chunk_loss  # noqa: E402
 from megatron_ac2.kernels.chunk_loss_backend import default_tile_bytes  # noqa: E402
 from megatron_ac2.kernels.chunk_loss_tiled import BLOCK_ROWS  # noqa: E402
 from megatron_ac2.kernels.chunk_loss_walk import tile_rows  # noqa: E402
-from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs, token_logprobs  # noqa: E402
+from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs  # noqa: E402
+from tools.chunk_loss_inputs import Case  # noqa: E402
 from tools.peak_memory import GIB, PeakMemory, resident_bytes  # noqa: E402
 
 KINDS = ("gemms", "tiled", "tiled +entropy", "tiled +centering", "tiled bf16 grad", "naive", "twin", "liger")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 VOCAB = 151_936
-NUM_TOP = 32
 SEQUENCE = 256
 TILE_BYTES = default_tile_bytes(torch.device("cpu"))
 
 
-class Case:
-    """Inputs as of a policy near its own samples: proximal log-probs differ from the current ones by 0.3 nats."""
-
-    def __init__(self, kind: str, tokens: int, hidden: int, dtype: torch.dtype):
-        generator = torch.Generator().manual_seed(0)
-        self.kind, self.tokens = kind, tokens
-        self.weight = (torch.randn(VOCAB, hidden, generator=generator) * 0.02).to(dtype).requires_grad_()
-        self.hidden = torch.randn(tokens, hidden, generator=generator).to(dtype).requires_grad_()
-        self.labels = torch.randint(0, VOCAB, (tokens,), generator=generator)
-        advantages = torch.randn(-(-tokens // SEQUENCE), generator=generator).repeat_interleave(SEQUENCE)
-        self.advantages = advantages[:tokens]
-        self.top_ids = None
-        if kind.endswith("centering"):
-            self.top_ids = torch.randint(0, VOCAB, (tokens, NUM_TOP), generator=generator)
-        with torch.no_grad():
-            rows = self.weight[self.labels].float().mul_(self.hidden.float()).sum(1)
-            # Logits are normal with this variance: log sum exp = log V + variance / 2, up to sampling.
-            self.proximal = rows - math.log(VOCAB) - 0.5 * hidden * 0.02**2
-        self.proximal += 0.3 * torch.randn(tokens, generator=generator)
-        bonus = 1e-3 if kind.endswith("entropy") else 0.0
-        self.objective = PolicyObjective(entropy_bonus=bonus, score_centering=self.top_ids is not None)
-
-    def evaluate(self, scores: TokenLogprobs, part: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        zeros = torch.zeros_like(scores.labels)
-        top = None if scores.top is None else scores.top.detach()
-        tokens = PolicyTokens(
-            current=scores.labels, proximal=self.proximal[part], behavior=self.proximal[part],
-            advantages=self.advantages[part], mask=zeros + 1, sequence_ids=zeros.long(), num_sequences=1,
-            entropy=scores.entropy, top_current=scores.top, top_behavior=top,
-        )  # fmt: skip
-        return policy_loss(tokens, self.objective, self.tokens)
-
-    def tiled(self) -> Tensor:
-        return chunk_loss(
-            self.hidden, Head(self.weight, VOCAB), self.labels, self.evaluate, top_ids=self.top_ids,
-            entropy_gradient=bool(self.objective.entropy_bonus),
-            weight_gradient_dtype=torch.bfloat16 if self.kind.endswith("grad") else None,
-        ).loss  # fmt: skip
-
-    def twin(self) -> Tensor:
-        scores = token_logprobs(self.hidden @ self.weight.t(), self.labels, None, 1.0, VOCAB)
-        return self.evaluate(scores, slice(0, self.tokens))[0]
-
-    def naive(self) -> Tensor:
-        logprobs = torch.log_softmax((self.hidden @ self.weight.t()).float(), -1)
-        current = logprobs.gather(1, self.labels[:, None])[:, 0]
-        return self.evaluate(TokenLogprobs(current, torch.zeros_like(current), None), slice(0, self.tokens))[0]
-
-    def liger(self) -> Tensor:
-        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-
-        length = min(SEQUENCE, self.tokens)
-        shape = (self.tokens // length, length)
-        function = LigerFusedLinearGRPOLoss(
-            beta=0.0, compiled=False, use_ref_model=False, chunk_size=1, epsilon_low=self.objective.clip_low,
-            epsilon_high=self.objective.clip_high, loss_type="grpo", temperature=1.0,
-        )  # fmt: skip
-        loss, _ = function(
-            self.hidden.view(*shape, -1), self.weight, self.labels.view(shape), torch.ones(shape),
-            self.advantages.view(shape)[:, 0], old_per_token_logps=self.proximal.view(shape),
-        )  # fmt: skip
-        return loss
-
-    def weight_error(self) -> float:
-        """Relative error of d(weight) on some of its rows, against float64 from the same inputs."""
-        rows = torch.arange(0, VOCAB, 997)
-        exact = torch.zeros(len(rows), self.weight.shape[1], dtype=torch.float64)
-        weight = self.weight.detach().float()
-        for start in range(0, self.tokens, 128):
-            part = slice(start, min(start + 128, self.tokens))
-            hidden = self.hidden.detach()[part].float()
-            logits = (hidden @ weight.t()).double()
-            probabilities = logits.softmax(1)
-            current = probabilities.gather(1, self.labels[part, None])[:, 0].log().requires_grad_()
-            loss, _ = self.evaluate(TokenLogprobs(current, torch.zeros_like(current), None), part)
-            (slope,) = torch.autograd.grad(loss, current)
-            picked = (rows[None] == self.labels[part, None]).double() - probabilities[:, rows]
-            exact += (picked * slope[:, None]).t() @ hidden.double()
-        return ((self.weight.grad[rows].double() - exact).norm() / exact.norm()).item()
+def weight_error(case: Case) -> float:
+    """Relative error of d(weight) on some of its rows, against float64 from the same inputs."""
+    rows = torch.arange(0, VOCAB, 997)
+    exact = torch.zeros(len(rows), case.weight.shape[1], dtype=torch.float64)
+    weight = case.weight.detach().float()
+    for start in range(0, case.tokens, 128):
+        part = slice(start, min(start + 128, case.tokens))
+        hidden = case.hidden.detach()[part].float()
+        probabilities = (hidden @ weight.t()).double().softmax(1)
+        current = probabilities.gather(1, case.labels[part, None])[:, 0].log().requires_grad_()
+        loss, _ = case.evaluate(TokenLogprobs(current, torch.zeros_like(current), None), part)
+        (slope,) = torch.autograd.grad(loss, current)
+        picked = (rows[None] == case.labels[part, None]).double() - probabilities[:, rows]
+        exact += (picked * slope[:, None]).t() @ hidden.double()
+    return ((case.weight.grad[rows].double() - exact).norm() / exact.norm()).item()
 
 
 def run_case(kind: str, tokens: int, hidden: int, dtype_name: str, repeats: int, with_error: bool) -> dict[str, float]:
     dtype = DTYPES[dtype_name]
-    case = Case(kind, tokens, hidden, dtype)
+    case = Case(kind, (tokens, VOCAB, hidden), dtype, "cpu", SEQUENCE)
     if kind == "gemms":
         return {"seconds": gemm_seconds(case, repeats)}
-    function = getattr(case, kind.split()[0])
+    function = case.function(kind)
     gc.collect()
     base = resident_bytes()
     with PeakMemory() as memory:
@@ -148,7 +81,7 @@ def run_case(kind: str, tokens: int, hidden: int, dtype_name: str, repeats: int,
     gradients = case.weight.numel() * (4 if wide else dtype.itemsize) + case.hidden.numel() * dtype.itemsize
     found = {"seconds": seconds, "peak": peak / GIB, "beyond": (peak - gradients) / GIB}
     if with_error and case.objective == PolicyObjective():
-        found["error"] = case.weight_error()
+        found["error"] = weight_error(case)
     return found
 
 

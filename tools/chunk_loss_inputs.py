@@ -1,4 +1,4 @@
-"""What bench_chunk_loss_gpu.py measures: one policy loss, computed in several ways from the same inputs."""
+"""What the benchmarks of the fused loss measure: one policy loss, computed in several ways from the same inputs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from torch import Tensor
 from megatron_ac2.algorithm.objective import PolicyTokens, policy_loss
 from megatron_ac2.algorithm.objective_parts import PolicyObjective
 from megatron_ac2.kernels.chunk_loss import Head, chunk_loss
-from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs
+from megatron_ac2.kernels.vocab_logprobs import TokenLogprobs, token_logprobs
 
 NUM_TOP = 32
-SEQUENCE = 1024
 
 
 class Case:
-    """Inputs as of a policy near its own samples: proximal log-probs differ from the current ones by 0.3 nats."""
+    """Inputs as of a policy near its own samples: proximal log-probs differ from the current ones by 0.3 nats.
 
-    def __init__(self, kind: str, shape: tuple[int, int, int], dtype: torch.dtype, device: str):
+    shape: T, V, H. kind, of a fused loss: "triton ..." or another word for torch's tiles; "... +entropy", an entropy
+    bonus; "... +centering", score centering on NUM_TOP recorded tokens; "... bf16 grad", d(weight) accumulated in bf16.
+    sequence: tokens that share an advantage, which Liger takes at a time.
+    """
+
+    def __init__(
+        self, kind: str, shape: tuple[int, int, int], dtype: torch.dtype, device: str, sequence: int = 1024
+    ):  # fmt: skip
         tokens, self.vocab, width = shape
+        self.sequence = min(sequence, tokens)
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*size: int) -> Tensor:
@@ -34,7 +41,7 @@ class Case:
         self.weight = (normal(self.vocab, width) * width**-0.5).to(dtype).requires_grad_()
         self.hidden = normal(tokens, width).to(dtype).requires_grad_()
         self.labels = ids(tokens)
-        self.advantages = normal(-(-tokens // SEQUENCE)).repeat_interleave(SEQUENCE)[:tokens]
+        self.advantages = normal(-(-tokens // sequence)).repeat_interleave(sequence)[:tokens]
         centering = kind.endswith("centering")
         self.top_ids = ids(tokens, NUM_TOP) if centering else None
         with torch.no_grad():
@@ -44,6 +51,7 @@ class Case:
         bonus = 1e-3 if kind.endswith("entropy") else 0.0
         self.objective = PolicyObjective(entropy_bonus=bonus, score_centering=centering)
         self.backend = "triton" if kind.startswith("triton") else "torch"
+        self.gradient_dtype = torch.bfloat16 if kind.endswith("grad") else None
 
     def evaluate(self, scores: TokenLogprobs, part: slice) -> tuple[Tensor, dict[str, Tensor]]:
         zeros, dtype = torch.zeros_like(scores.labels), scores.labels.dtype
@@ -59,7 +67,12 @@ class Case:
         return chunk_loss(
             self.hidden, Head(self.weight, self.vocab), self.labels, self.evaluate, top_ids=self.top_ids,
             entropy_gradient=bool(self.objective.entropy_bonus), backend=self.backend, tile_bytes=tile_bytes,
+            weight_gradient_dtype=self.gradient_dtype,
         ).loss  # fmt: skip
+
+    def twin(self) -> Tensor:
+        scores = token_logprobs(self.hidden @ self.weight.t(), self.labels, None, 1.0, self.vocab, self.top_ids)
+        return self.evaluate(scores, slice(0, self.tokens))[0]
 
     def naive(self, hidden: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
         hidden, weight = self.hidden if hidden is None else hidden, self.weight if weight is None else weight
@@ -75,8 +88,7 @@ class Case:
     def liger(self) -> Tensor:
         from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-        length = min(SEQUENCE, self.tokens)
-        shape = (self.tokens // length, length)
+        shape = (self.tokens // self.sequence, self.sequence)
         function = LigerFusedLinearGRPOLoss(
             beta=0.0, compiled=self.hidden.is_cuda, use_ref_model=False, chunk_size=1, loss_type="grpo",
             epsilon_low=self.objective.clip_low, epsilon_high=self.objective.clip_high,
@@ -89,4 +101,5 @@ class Case:
         return loss
 
     def function(self, kind: str) -> Callable[[], Tensor]:
-        return {"naive": self.naive, "liger": self.liger}.get(kind, self.fused)
+        """Of one of the kinds "naive", "twin" (kernels/vocab_logprobs.py) and "liger", or else fused."""
+        return {"naive": self.naive, "twin": self.twin, "liger": self.liger}.get(kind, self.fused)
