@@ -76,7 +76,7 @@ def chunk_loss(
     with torch.no_grad():
         loss, scores, metrics = run(walk, objective, gradients, entropy_gradient)
     if gradients is not None:
-        loss = Attached.apply(hidden, head.weight, loss, gradients)
+        loss = Attached.apply(hidden, head.weight, loss, gradients.finish())
     return ChunkLoss(loss, scores, metrics)
 
 

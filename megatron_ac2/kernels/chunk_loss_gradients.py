@@ -18,12 +18,14 @@ _DENSE = 0.7  # share of a tile's rows with a slope from which on leaving the ot
 
 
 class Gradients:
-    """d loss / d hidden and d loss / d weight, filled tile by tile, and handed out once."""
+    """d loss / d hidden and d loss / d weight, filled tile by tile, then finished, and handed out once."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype | None, num_tiles: int):
         dtype = dtype or (accumulator_of(weight) if num_tiles > 1 else weight.dtype)
         self.hidden = torch.zeros_like(hidden) if hidden.requires_grad else None
-        self.weight = torch.zeros_like(weight, dtype=dtype) if weight.requires_grad else None
+        # A first tile writes what the others add to: zeros would be another pass over [V, H].
+        self.weight = torch.empty_like(weight, dtype=dtype) if weight.requires_grad else None
+        self._written = 0  # rows of `weight`
 
     def add(self, walk: Walk, tile: Tile, live: Live, scores: TokenLogprobs, sums: RowSums, slopes: Slopes) -> None:
         """Of the live rows, which the tile holds; scores, sums and slopes are of all rows of the part."""
@@ -31,9 +33,17 @@ class Gradients:
         gradient = tile.gradients(
             walk.inputs(where), walk.ids[where], slopes.logprobs[kept], slopes.entropy[kept],
             (sums.reference[kept], sums.log_mass[kept]), scores.entropy[kept], self.weight, self.hidden is not None,
+            is_first=not self._written,
         )  # fmt: skip
+        self._written = walk.columns
         if gradient is not None:
             self.hidden[where if walk.rows is None else walk.rows[where]] = gradient
+
+    def finish(self) -> Gradients:
+        """After all tiles: rows of `weight` that none has written, of padding or of a loss without slopes, are 0."""
+        if self.weight is not None:
+            self.weight[self._written :] = 0
+        return self
 
 
 @dataclass(frozen=True, slots=True)

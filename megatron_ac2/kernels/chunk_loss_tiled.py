@@ -81,9 +81,10 @@ class VocabTile:
 
     def gradients(
         self, hidden: Tensor, ids: Tensor, slopes: Tensor, entropy_slopes: Tensor, log_norm: tuple[Tensor, Tensor],
-        entropy: Tensor, weight_gradient: Tensor | None, need_hidden: bool,
+        entropy: Tensor, weight_gradient: Tensor | None, need_hidden: bool, is_first: bool = False,
     ) -> Tensor | None:  # fmt: skip
-        """d loss / d hidden [n, H], this rank's part; d loss / d weight is added to `weight_gradient`.
+        """d loss / d hidden [n, H], this rank's part; d loss / d weight is added to `weight_gradient`, or written to
+        its first `columns` rows if it is the first.
 
         slopes [n, K], entropy_slopes [n]: d loss / d log p of `ids` and d entropy. log_norm: log sum e^z over all
         ranks, as a sum of two numbers a row. Uses the tile up.
@@ -101,7 +102,7 @@ class VocabTile:
         factor = factor / self.temperature
         if weight_gradient is not None:
             scaled = (hidden.to(self.accumulator) * factor[:, None]).to(hidden.dtype)
-            self._add_weight_gradient(weight_gradient, tile, scaled)
+            self._add_weight_gradient(weight_gradient, tile, scaled, is_first)
         if not need_hidden:
             return None
         gradient = self._hidden_gradient(tile).to(self.accumulator)
@@ -197,15 +198,14 @@ class VocabTile:
             p = logp.exp()
             tile[block] = p.mul_(logp.mul_(-entropy_slopes).add_(constant))
 
-    def _add_weight_gradient(self, gradient: Tensor, tile: Tensor, scaled: Tensor) -> None:
+    def _add_weight_gradient(self, gradient: Tensor, tile: Tensor, scaled: Tensor, is_first: bool) -> None:
         by_onednn = self._by_onednn(len(scaled))
         for block in self._blocks():
-            if by_onednn:
-                gradient[block] += onednn_products.product(tile[block], scaled)
-            elif gradient.dtype == tile.dtype:
-                gradient[block].addmm_(tile[block], scaled)
-            else:
-                gradient[block] += tile[block] @ scaled
+            if gradient.dtype == tile.dtype and not by_onednn:
+                torch.addmm(gradient[block], tile[block], scaled, beta=0 if is_first else 1, out=gradient[block])
+                continue
+            product = onednn_products.product(tile[block], scaled) if by_onednn else tile[block] @ scaled
+            gradient[block].copy_(product) if is_first else gradient[block].add_(product)
 
     def _hidden_gradient(self, tile: Tensor) -> Tensor:
         if not self._by_onednn(tile.shape[1]):

@@ -105,9 +105,10 @@ class TritonTile:
 
     def gradients(
         self, hidden: Tensor, ids: Tensor, slopes: Tensor, entropy_slopes: Tensor, log_norm: tuple[Tensor, Tensor],
-        entropy: Tensor, weight_gradient: Tensor | None, need_hidden: bool,
+        entropy: Tensor, weight_gradient: Tensor | None, need_hidden: bool, is_first: bool = False,
     ) -> Tensor | None:  # fmt: skip
-        """d loss / d hidden [n, H], this rank's part; d loss / d weight is added to `weight_gradient`.
+        """d loss / d hidden [n, H], this rank's part; d loss / d weight is added to `weight_gradient`, or written to
+        its first `columns` rows if it is the first.
 
         slopes [n, K], entropy_slopes [n]: d loss / d log p of `ids` and d entropy. log_norm: log sum e^z over all
         ranks, as a sum of two numbers a row. Uses the tile up.
@@ -119,6 +120,8 @@ class TritonTile:
         entries, factor = self._differentiate(hidden, ids, slopes, entropy_slopes, offset, entropy)
         factor = (factor / self.temperature)[:, None]
         if weight_gradient is not None:
+            if is_first:
+                weight_gradient[: self.columns] = 0
             add_product(weight_gradient[: self.columns], entries.t(), (hidden.float() * factor).to(hidden.dtype))
         if not need_hidden:
             return None
