@@ -177,16 +177,20 @@ def main() -> None:
           f"{max(arguments.repeats, 1)}", flush=True)  # fmt: skip
     for tokens, hidden, dtype in itertools.product(arguments.tokens, arguments.hidden, arguments.dtypes):
         print(f"T {tokens}, H {hidden}, {dtype}", flush=True)
-        found = [compare(arguments, tokens, hidden, dtype) for _ in range(arguments.rounds)]
+        found = [compare(arguments, number, tokens, hidden, dtype) for number in range(arguments.rounds)]
         best = {kind: fastest([each[kind] for each in found]) for kind in arguments.kinds}
         gemms = best.get("gemms")
         for kind in arguments.kinds:
             print(line(kind, best[kind], gemms["seconds"] if isinstance(gemms, dict) else None), flush=True)
 
 
-def compare(arguments: argparse.Namespace, *size: object) -> dict[str, dict[str, float] | str]:
+def compare(arguments: argparse.Namespace, number: int, *size: object) -> dict[str, dict[str, float] | str]:
     """Every kind once: of a machine that is fast and slow by turns, rounds show each kind its best minutes."""
-    return {kind: refusal(kind, *size) or in_fresh_process(arguments, kind, *size) for kind in arguments.kinds}
+    found = {}
+    for kind in arguments.kinds:
+        print(f"  round {number + 1} of {arguments.rounds}: {kind}", file=sys.stderr, flush=True)
+        found[kind] = refusal(kind, *size) or in_fresh_process(arguments, kind, *size)
+    return found
 
 
 def fastest(found: list[dict[str, float] | str]) -> dict[str, float] | str:
