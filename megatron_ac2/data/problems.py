@@ -13,11 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_ac2.data.json_text import reason, shown
+from megatron_ac2.data.problem_rows import grading_of, read_rows, row_errors
 from megatron_ac2.random_streams import stream
 from megatron_ac2.types import Problem, UserError
 
@@ -25,22 +28,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_REPORTED = 20
-_ACCEPTED_GRADING = '"answer" (text), "reasoning_gym" ({"dataset", "entry"}) or "rubric" (text)'
 
 
-def load_problems(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
+def load_problems(path: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> list[Problem]:
     """All problems of a file, in its order, prompts chat-templated with the generation prompt.
 
-    Raises `UserError` that lists every broken row (the first 20 of them) with file and line.
+    Raises `UserError` that lists every broken row (the first 20 of them) with file and line. Without a tokenizer, which
+    then is the mistake of another file, the rows are looked at and none comes out.
     """
     path = Path(path)
     rows: dict[str, dict[str, Any]] = {}
     lines: dict[str, str] = {}
     errors: list[str] = []
-    for place, row in _read_rows(path):
-        found, problem_id = _check_row(row)
-        if not found and problem_id in lines:
-            found = [f'id: found {problem_id!r} again, first at {lines[problem_id]}; accepted: one row an "id"']
+    for place, row in read_rows(path):
+        found, problem_id = row_errors(row), ""
+        if not found:
+            problem_id = row.get("id") or _hash(row["prompt"], grading_of(row))[:16]
+        if problem_id in lines:
+            found = [f'id: found {shown(problem_id)} again, first at {lines[problem_id]}; accepted: one row an "id"']
         errors += [f"{place}: {error}" for error in found]
         if not found:
             rows[problem_id], lines[problem_id] = row, place
@@ -49,11 +54,43 @@ def load_problems(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[
         raise UserError(errors[:MAX_REPORTED] + ([f"{path}: and {hidden} more errors"] if hidden > 0 else []))
     if not rows:
         raise UserError(f"{path}: found no rows; accepted: at least one problem")
-    prompts = template_prompts([row["prompt"] for row in rows.values()], tokenizer)
+    if tokenizer is None:
+        return []
+    prompts = placed_prompts(list(lines.values()), [row["prompt"] for row in rows.values()], tokenizer)
     return [
-        Problem(problem_id, np.asarray(ids, dtype=np.int32), row["prompt"], _grading(row))
+        Problem(problem_id, np.asarray(ids, dtype=np.int32), row["prompt"], grading_of(row))
         for (problem_id, row), ids in zip(rows.items(), prompts, strict=True)
     ]
+
+
+def placed_prompts(
+    places: Sequence[str], questions: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    """`template_prompts`; its `UserError` names the places of the questions that cannot be, 20 at most."""
+    try:
+        prompts = template_prompts(questions, tokenizer)
+        errors = [
+            f"{place}: prompt: found {shown(question)}, of which the tokenizer makes no token; accepted: text"
+            for place, question, ids in zip(places, questions, prompts, strict=True)
+            if not len(ids)
+        ]
+    except UserError:
+        errors = list(islice(_template_errors(places, questions, tokenizer), MAX_REPORTED))
+        if not errors:  # of all together, and of none alone
+            raise
+    if errors:
+        raise UserError(errors[:MAX_REPORTED])
+    return prompts
+
+
+def _template_errors(
+    places: Sequence[str], questions: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
+    for place, question in zip(places, questions, strict=True):
+        try:
+            template_prompts([question], tokenizer)
+        except UserError as error:
+            yield from (f"{place}: prompt: {problem}" for problem in error.problems)
 
 
 def template_prompts(questions: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -62,96 +99,10 @@ def template_prompts(questions: Sequence[str], tokenizer: PreTrainedTokenizerBas
         raise UserError("tokenizer: found no chat template; accepted: a tokenizer of a chat model")
     chats = [[{"role": "user", "content": question}] for question in questions]
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-    return tokenizer.apply_chat_template(chats, **options)["input_ids"]
-
-
-def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place for messages, row); a line that is no JSON comes out as the `ValueError` it caused."""
-    if not path.is_file():
-        raise UserError(f"{path}: problem file not found")
-    if path.suffix == ".jsonl":
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}: line {number}", _parse_json(line)
-    elif path.suffix == ".parquet":
-        for number, row in enumerate(_read_parquet(path), start=1):
-            yield f"{path}: row {number}", row
-    else:
-        raise UserError(f"{path}: found a file named *{path.suffix}; accepted: .jsonl or .parquet")
-
-
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
-    import pyarrow.parquet
-
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
-        raise UserError(f"{path}: cannot be read as Parquet: {error}") from error
-    for row in rows:
-        if isinstance(row.get("reasoning_gym"), str):
-            row["reasoning_gym"] = _parse_json(row["reasoning_gym"])
-    return rows
-
-
-def _parse_json(text: str | bytes) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        return error
-
-
-def _check_row(row: Any) -> tuple[list[str], str]:
-    """(what is wrong with a row, its id)."""
-    if isinstance(row, ValueError):
-        return [f"not valid JSON: {row}; accepted: one JSON object a line"], ""
-    if not isinstance(row, dict):
-        return [f"found {_shown(row)}; accepted: a JSON object"], ""
-    errors = [] if _is_text(row.get("prompt")) else [f"prompt: found {_shown(row.get('prompt'))}; accepted: text"]
-    given = [key for key in ("answer", "reasoning_gym", "rubric") if row.get(key) is not None]
-    if not given:
-        errors.append(f"found no way to grade it; accepted: {_ACCEPTED_GRADING}")
-    if "answer" in given and "reasoning_gym" in given:
-        errors.append('found both "answer" and "reasoning_gym"; accepted: one of them')
-    errors += [
-        f"{key}: found {_shown(row[key])}; accepted: text"
-        for key in given
-        if key != "reasoning_gym" and not _is_text(row[key])
-    ]
-    if "reasoning_gym" in given:
-        errors += _check_reasoning_gym(row["reasoning_gym"])
-    if row.get("id") is not None and not _is_text(row["id"]):
-        errors.append(f"id: found {_shown(row['id'])}; accepted: text, or none")
-    return errors, "" if errors else row.get("id") or _hash(row["prompt"], _grading(row))[:16]
-
-
-def _check_reasoning_gym(source: Any) -> list[str]:
-    from reasoning_gym.factory import DATASETS  # a second of import, for those who use it
-
-    if not isinstance(source, dict):
-        return [f'reasoning_gym: found {_shown(source)}; accepted: {{"dataset", "entry"}}']
-    errors = []
-    name = source.get("dataset")
-    if name not in DATASETS:
-        errors.append(f"reasoning_gym.dataset: found {_shown(name)}; accepted: the name of a reasoning-gym data set")
-    entry = source.get("entry")
-    missing = {"question", "answer", "metadata"} - set(entry if isinstance(entry, dict) else ())
-    if missing:
-        errors.append(f"reasoning_gym.entry: found no {', '.join(sorted(missing))}; accepted: an entry as generated")
-    return errors
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-def _shown(value: Any) -> str:
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _grading(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: row[key] for key in ("answer", "reasoning_gym", "rubric") if row.get(key) is not None}
+        return tokenizer.apply_chat_template(chats, **options)["input_ids"]
+    except Exception as error:  # a template is a program, and may raise what it likes
+        raise UserError(f"tokenizer: its chat template fails: {type(error).__name__}: {reason(error)}") from error
 
 
 def _hash(*parts: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_ac2.data.problems import template_prompts
+from megatron_ac2.data.json_text import nested_error, read_lines, shown
+from megatron_ac2.data.problems import MAX_REPORTED, placed_prompts
 from megatron_ac2.types import UserError
 
 if TYPE_CHECKING:
@@ -46,8 +46,9 @@ def load_worked(path: str | Path, tokenizer: PreTrainedTokenizerBase, eos_id: in
 
     Raises `UserError` naming the file and line of every broken row (the first 20).
     """
-    rows = _read(Path(path))
-    prompts = template_prompts([row["prompt"] for row in rows], tokenizer)
+    placed = _read(Path(path))
+    rows = list(placed.values())
+    prompts = placed_prompts(list(placed), [row["prompt"] for row in rows], tokenizer)
     encoded = tokenizer([row["response"] for row in rows], add_special_tokens=False, return_offsets_mapping=True)
     references = iter(tokenizer([row["reference"] for row in rows if "reference" in row] or [""],
                                 add_special_tokens=False)["input_ids"])  # fmt: skip
@@ -59,23 +60,18 @@ def load_worked(path: str | Path, tokenizer: PreTrainedTokenizerBase, eos_id: in
     ]
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """Rows by their place for messages."""
     if not path.is_file():
         raise UserError(f"sft.data: file not found: {path}")
-    rows, problems = [], []
-    with path.open() as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                problems.append(f"{path}: line {number}: not JSON: {error}")
-                continue
-            found = _row_errors(row)
-            problems += [f"{path}: line {number}: {error}" for error in found]
-            if not found:
-                rows.append(row)
+    rows, problems = {}, []
+    for number, row in read_lines(path):
+        place = f"{path}: line {number}"
+        found = [f"not JSON: {row}"] if isinstance(row, ValueError) else _row_errors(row)
+        problems += [f"{place}: {error}" for error in found]
+        rows[place] = row
     if problems:
-        raise UserError(problems[:20])
+        raise UserError(problems[:MAX_REPORTED])
     if not rows:
         raise UserError(f"{path}: found no rows")
     return rows
@@ -84,18 +80,19 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def _row_errors(row: Any) -> list[str]:
     if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("prompt", "response")):
         return ['accepted: an object with the texts "prompt" and "response"']
-    errors = []
+    texts = {key: row[key] for key in ("prompt", "response", "reference") if key in row}
+    errors = [f'"{key}": {error}' for key, value in texts.items() if (error := nested_error(value))]
     if not isinstance(row.get("reference", ""), str):
-        errors.append(f'"reference": found {row["reference"]!r}, accepted: text, or none')
+        errors.append(f'"reference": found {shown(row["reference"])}, accepted: text, or none')
     ends, correct = row.get("step_ends", []), row.get("step_correct", [])
-    if not isinstance(ends, list) or not all(isinstance(end, int) for end in ends):
-        return [*errors, f'"step_ends": found {ends!r}, accepted: a list of character offsets']
+    if not isinstance(ends, list) or any(type(end) is not int for end in ends):
+        return [*errors, f'"step_ends": found {shown(ends)}, accepted: a list of character offsets']
     if not isinstance(correct, list) or any(value not in (0, 1) for value in correct):
-        return [*errors, f'"step_correct": found {correct!r}, accepted: a list of 0 and 1']
+        return [*errors, f'"step_correct": found {shown(correct)}, accepted: a list of 0 and 1']
     if len(ends) != len(correct):
         errors.append('"step_ends" and "step_correct" differ in length')
     if any(end <= start for start, end in zip([0, *ends], ends)) or ends[-1:] > [len(row["response"])]:
-        errors.append(f'"step_ends": found {ends}, accepted: rising offsets from 1 to {len(row["response"])}')
+        errors.append(f'"step_ends": found {shown(ends)}, accepted: rising offsets from 1 to {len(row["response"])}')
     return errors
 
 

@@ -112,6 +112,14 @@ def test_rows_of_unequal_length_are_counted_by_steps_to_go() -> None:
         ('{"prompt": "p", "response": "r", "step_ends": 1, "step_correct": [1]}', "step_ends"),
         ('{"prompt": "p", "response": "r", "step_ends": [1], "step_correct": [2]}', "step_correct"),
         ('{"prompt": "p", "response": "r", "reference": 3}', "reference"),
+        ('{"prompt": "p", "response": "r", "step_ends": [true], "step_correct": [1]}', "step_ends"),
+        ('{"prompt": "p", "response": "r", "step_ends": [1], "step_correct": [NaN]}', "step_correct"),
+        ('{"prompt": "p\\ud800", "response": "r"}', '"prompt": found'),
+        ('{"prompt": "p", "response": "\\ud800"}', '"response": found'),
+        ('{"prompt": "p", "response": "r", "reference": "\\ud800"}', '"reference": found'),
+        ('{"prompt": "p", "response": "r", "prompt": "q"}', "not JSON: an object holds 'prompt' twice"),
+        ('{"prompt": "p", "response": "r", "deep": %s}' % ("[" * 9999), "not JSON: nested too deep"),
+        ('{"prompt": "p", "response": "r", "big": %s}' % ("9" * 9999), "not JSON: Exceeds the limit"),
     ],
 )
 def test_a_broken_row_is_named(row: str, message: str, tokenizer, tmp_path: Path) -> None:
@@ -128,6 +136,9 @@ def test_missing_and_empty_files_are_named(tokenizer, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(UserError, match="no rows"):
         load_worked(tmp_path / "empty.jsonl", tokenizer, 0)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9", "response": "r"}\n')
+    with pytest.raises(UserError, match="line 1: not JSON: 'utf-8' codec can't decode"):
+        load_worked(tmp_path / "latin.jsonl", tokenizer, 0)
 
 
 def test_every_row_comes_once_an_epoch() -> None:
