@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from megatron_ac2.config import Config, critic_kind, critic_parallel
 from megatron_ac2.model.build import check_layout, transformer_config
 from megatron_ac2.model.fp8 import shape_problems
-from megatron_ac2.model.hf_weights import weight_problems
+from megatron_ac2.model.hf_headers import weight_problems
+from megatron_ac2.model.tokenizer import read_tokenizer
+from megatron_ac2.model.value_head import HEAD_OUTPUTS
 from megatron_ac2.parallel.topology import check_world
 from megatron_ac2.training.value_head_critic import context_problems
 from megatron_ac2.types import UserError
@@ -39,7 +41,8 @@ def critic_problems(
     except UserError as error:
         problems += error.problems
     if critic_hf is not hf_config:
-        problems += [f"critic.path: {p}" for p in weight_problems(critic_hf, config.critic.path, value=True)]
+        weights = weight_problems(critic_hf, config.critic.path, HEAD_OUTPUTS[config.critic.head])
+        problems += [problem if problem.startswith("critic.") else f"critic.path: {problem}" for problem in weights]
     if critic_hf is not hf_config and hf_config is not None:
         problems += _vocabulary_problems(config.critic.path, hf_config, critic_hf, tokenizer)
     return problems
@@ -68,9 +71,9 @@ def _vocabulary_problems(
     if tokenizer is None or not any(Path(path).glob("tokenizer*")):
         return problems
     try:
-        theirs = AutoTokenizer.from_pretrained(path, local_files_only=True).get_vocab()
-    except Exception as error:
-        return [*problems, f"critic.path: no readable tokenizer in {path}: {error}"]
+        theirs = read_tokenizer(path).get_vocab()
+    except UserError as error:
+        return problems + [f"critic.path: {problem.removeprefix('model.path: ')}" for problem in error.problems]
     ours = tokenizer.get_vocab()
     odd = sorted(token for token in ours if theirs.get(token) != ours[token])
     if odd:

@@ -2,7 +2,7 @@
 
 `python -m megatron_ac2.doctor [BASE.yaml [OVERLAY.yaml ...] [section.field=value ...]]` prints all findings at once;
 the exit status is 1 if one is an error. It starts no process group, no engine and no training: what vLLM itself
-refuses, a weight of another shape, or a damaged checkpoint, a run alone finds.
+refuses, or a damaged checkpoint, a run alone finds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from rich.console import Console
 from megatron_ac2.config import Config
 from megatron_ac2.config_checks import warnings_for
 from megatron_ac2.config_file import load_config, split_arguments
+from megatron_ac2.data.json_text import reason
 from megatron_ac2.parallel import megatron_versions
 from megatron_ac2.perf import device_memory, gib
 from megatron_ac2.types import UserError
@@ -148,18 +150,28 @@ def check_run(paths: Sequence[str | Path], overrides: Sequence[str], on_gpu: boo
         return
     yield Finding("ok", "config", " + ".join(map(str, paths)))
     yield from (Finding("warning", "config", text) for text in warnings_for(config))
-    world_size = int(os.environ.get("WORLD_SIZE", 0)) or (torch.cuda.device_count() if on_gpu else 0)
     try:
+        world_size = int(os.environ.get("WORLD_SIZE", 0)) or (torch.cuda.device_count() if on_gpu else 0)
         inputs = read_inputs(config, world_size)
         yield from (Finding("warning", "config", text) for text in inputs.warnings)
         saved = checkpoint_root(config) if config.run.resume else None
         problems = [] if saved is None else identity_problems(saved, run_identity(config, inputs))
     except UserError as error:
         problems = error.problems
+    except Exception as error:
+        yield _unforeseen(error)
+        return
     for problem in problems:
         field, _, text = problem.partition(": ")
         yield Finding("error", field, text)
     yield from _memory(config, world_size, on_gpu)
+
+
+def _unforeseen(error: Exception) -> Finding:
+    """An error of ours: a run would end in it too, and the other findings are worth printing."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = f"{type(error).__name__}: {reason(error)} ({frame.filename}, line {frame.lineno}): no check knows this"
+    return Finding("error", "configuration", f"{text}; a run would end in it too")
 
 
 def check_fp8() -> Iterator[Finding]:
@@ -183,6 +195,9 @@ def _memory(config: Config, world_size: int, on_gpu: bool) -> Iterator[Finding]:
     try:
         plan = read_question(config, world_size).plan()
     except UserError:  # of a model or a layout, and named by now
+        return
+    except Exception as error:
+        yield _unforeseen(error)
         return
     stage = plan.worst
     text = (

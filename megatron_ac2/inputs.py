@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from megatron_ac2.algorithm.value_prompt import build_value_prompt
 from megatron_ac2.config import Config, critic_kind
@@ -22,8 +21,9 @@ from megatron_ac2.data.problems import load_problems
 from megatron_ac2.engine.routed_experts import recording_problems
 from megatron_ac2.engine.vllm_arguments import engine_problems
 from megatron_ac2.model.build import check_layout, load_hf_config, transformer_config
-from megatron_ac2.model.hf_weights import weight_problems
+from megatron_ac2.model.hf_headers import weight_problems
 from megatron_ac2.model.router_replay import replay_problems
+from megatron_ac2.model.tokenizer import load_tokenizer, stop_token_ids, vocabulary_problems
 from megatron_ac2.parallel.topology import check_world
 from megatron_ac2.state import RunState
 from megatron_ac2.types import Problem, UserError
@@ -59,14 +59,18 @@ def read_inputs(config: Config, world_size: int | None = None) -> Inputs:
     critic_hf = hf_config if (has_own_critic := critic_kind(config) == "value_head") else None
     if has_own_critic and config.critic.path not in (None, config.model.path):
         critic_hf = attempt(lambda: load_hf_config(config.critic.path), "critic.path")
-    tokenizer = attempt(lambda: load_tokenizer(config.model.path)) if hf_config is not None else None
+    dialogue = critic_kind(config) == "generative"
+    tokenizer = attempt(lambda: load_tokenizer(config.model.path, dialogue)) if hf_config is not None else None
     train, validation = (
         attempt(lambda: load_problems(file, tokenizer)) or []
-        if tokenizer is not None and file is not None and Path(file).is_file() else []
+        if file is not None and os.path.isfile(file) else []
         for file in (config.data.train, config.data.validation)
     )  # fmt: skip
     if hf_config is not None:
         problems += _model_problems(config, hf_config)
+    if tokenizer is not None:
+        attempt(lambda: stop_token_ids(config.model.path, tokenizer))
+        problems += vocabulary_problems(config.model.path, hf_config.vocab_size, tokenizer)
     if critic_hf is not None:
         problems += critic_problems(config, hf_config, critic_hf, tokenizer, world_size)
     problems += _platform_problems(config, world_size)
@@ -131,26 +135,6 @@ def _platform_problems(config: Config, world_size: int) -> list[str]:
         problems += recording_problems(config.engine.tensor_parallel, on_cpu)
     problems += check_world(config.parallel, world_size)
     return problems + engine_problems(config.engine, world_size, on_cpu)
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:
-        raise UserError(f"model.path: no readable tokenizer in {path}: {error}") from error
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"model.path: the tokenizer in {path} has no end-of-sequence token")
-    if not tokenizer.chat_template:  # so does transformers' empty stand-in for tokenizer files that are not there
-        raise UserError(f"model.path: the tokenizer in {path} is missing or has no chat template")
-    return tokenizer
-
-
-def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokenizer's end of sequence and those of generation_config.json: chat models often end on either of two."""
-    file = Path(path) / "generation_config.json"
-    found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    more: Sequence[int] = [found] if isinstance(found, int) else found or []
-    return sorted({int(tokenizer.eos_token_id), *map(int, more)})
 
 
 def _stream_errors(config: Config, train: Sequence[Problem]) -> list[str]:

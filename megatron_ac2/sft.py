@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import PretrainedConfig
 
 from megatron_ac2.algorithm.value_losses import value_bce_loss
 from megatron_ac2.config import Config, ModelConfig
@@ -35,6 +35,7 @@ from megatron_ac2.entry import run_entry_point
 from megatron_ac2.model.build import build_model, check_layout, config_problems, load_hf_config
 from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.hf_weights import load_hf_weights, save_hf
+from megatron_ac2.model.tokenizer import load_tokenizer
 from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import Topology, check_world, init_topology, shutdown
 from megatron_ac2.random_streams import stream
@@ -90,7 +91,7 @@ def train(config: SftConfig) -> None:
     if problems := stage_problems(config, hf_config, int(os.environ.get("WORLD_SIZE", "1"))):
         raise UserError(problems)
     stage, dtype = config.sft, getattr(torch, config.model.dtype)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = load_tokenizer(config.model.path)
     rows = load_worked(stage.data, tokenizer, tokenizer.eos_token_id)
     if stage.head == "value" and not all(len(row.step_positions) for row in rows):
         raise UserError(f'{stage.data}: a value head needs "step_ends" and "step_correct" in every row')

@@ -4,8 +4,8 @@ A row holds "prompt" and says how it is graded, by one of
   "answer": text                                                      compared by math-verify
   "reasoning_gym": {"dataset": name, "entry": {"question", "answer", "metadata"}}    its own verifier
   "rubric": text                                                      for a grader model; may stand beside either
-and may hold "id" (default: a hash of the row). Other columns are ignored. In Parquet, where columns have one type,
-"reasoning_gym" may also be JSON text.
+and may hold "id" (one line of at most 256 characters; default: a hash of the row). Other columns are ignored. In
+Parquet, where columns have one type, "reasoning_gym" may also be JSON text.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from megatron_ac2.architecture import sparse_layers
 from megatron_ac2.config_training import Fp8Config, ParallelConfig
@@ -19,6 +20,7 @@ from megatron_ac2.model import fp8 as fp8_training
 from megatron_ac2.model.chunks import joined
 from megatron_ac2.model.experts import expert_fields, expert_problems, layout_problems, refused_fields
 from megatron_ac2.model.families import family_of, refusals
+from megatron_ac2.model.hf_fields import head_problems, read_config
 from megatron_ac2.model.hf_groups import group_problems
 from megatron_ac2.model.hf_table import head_dim
 from megatron_ac2.model.hidden_head import HiddenModel
@@ -54,23 +56,20 @@ _CONTEXT_FIELDS: dict[str, tuple[Any, ...]] = {
 
 def load_hf_config(path: str | Path) -> PretrainedConfig:
     """The folder's config.json. Raises `UserError` if there is none or it asks for what no family implements."""
-    folder = Path(path)
-    if not folder.is_dir():
+    folder, file = Path(path), Path(path) / "config.json"
+    if not os.path.isdir(folder):
         raise UserError(f"model.path: found {str(path)!r}, which is not a folder; give a local Hugging Face folder")
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(file):
         raise UserError(f"model.path: no config.json in {folder}; give a Hugging Face folder")
-    try:
-        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        raise UserError(f"{folder / 'config.json'}: cannot be read: {error}") from error
+    hf_config = read_config(folder)
     try:
         family = family_of(hf_config)
-        problems = refusals(family, hf_config) + rope_problems(hf_config)
+        problems = refusals(family, hf_config) + rope_problems(hf_config) + head_problems(hf_config)
         problems += expert_problems(hf_config) if family.expert_rules else []
     except UserError as error:
         problems = error.problems
     if problems:
-        raise UserError([f"{folder / 'config.json'}: {problem}" for problem in problems])
+        raise UserError([f"{file}: {problem}" for problem in problems])
     return hf_config
 
 

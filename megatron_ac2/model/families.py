@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
+from megatron_ac2.data.json_text import shown
 from megatron_ac2.types import UserError
 
 Cut = Literal["whole", "rows", "columns", "vocab"]  # "vocab": rows, after zero rows were appended
@@ -117,11 +118,11 @@ def family_of(hf_config: PretrainedConfig) -> Family:
     """The family that config.json names. Raises `UserError` if it names none of FAMILIES, or contradicts itself."""
     found = list(getattr(hf_config, "architectures", None) or [])
     if len(found) != 1 or found[0] not in FAMILIES:
-        raise UserError(f"architectures: found {found}, accepted: one of {', '.join(FAMILIES)}")
+        raise UserError(f"architectures: found {shown(found)}, accepted: one of {', '.join(FAMILIES)}")
     family = FAMILIES[found[0]]
     if hf_config.model_type != family.model_type:
         raise UserError(
-            f"model_type: found {hf_config.model_type!r} with architecture {family.architecture}, "
+            f"model_type: found {shown(hf_config.model_type)} with architecture {family.architecture}, "
             f"accepted: {family.model_type}"
         )
     return family
@@ -131,7 +132,7 @@ def refusals(family: Family, hf_config: PretrainedConfig) -> list[str]:
     """What the config asks for and the family does not implement, one message a field."""
     found = {name: getattr(hf_config, name, accepted) for name, accepted in family.accepts.items()}
     return [
-        f"{name}: found {found[name]!r}, accepted for {family.architecture}: {accepted!r}"
+        f"{name}: found {shown(found[name])}, accepted for {family.architecture}: {accepted!r}"
         for name, accepted in family.accepts.items()
         if found[name] != accepted
     ]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megatron_ac2.data.json_text import read_object, reason, shown
 from megatron_ac2.types import UserError
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -48,6 +50,13 @@ class HfReader:
         """As torch calls it: "bfloat16"."""
         return str(self._slice(name)[:1].dtype).removeprefix("torch.")
 
+    def stored_dtype(self, name: str) -> str:
+        """As the file's header calls it, and of any rank: "BF16"."""
+        return str(self._slice(name).get_dtype())
+
+    def file(self, name: str) -> Path:
+        return self._files[name]
+
     def read(self, name: str) -> torch.Tensor:
         return self._slice(name)[:]
 
@@ -82,23 +91,49 @@ class HfReader:
         if file not in self._handles:
             try:
                 self._handles[file] = safe_open(str(file), framework="pt", device="cpu")
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"{file}: cannot be read as safetensors: {error}") from error
+            except (OSError, SafetensorError, ValueError, MemoryError) as error:
+                raise UserError(f"{file}: cannot be read as safetensors: {reason(error)}") from error
         return self._handles[file]
 
     def _weight_files(self) -> list[Path]:
         index, single = self.folder / _INDEX, self.folder / _SINGLE
-        if index.is_file():
-            files = sorted({self.folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        elif single.is_file():
+        if os.path.isfile(index):
+            files = self._indexed_files(index)
+        elif os.path.isfile(single):
             files = [single]
         else:
             raise UserError(f"{self.folder}: found neither {_SINGLE} nor {_INDEX}; only safetensors are read")
-        missing = [f"{file}: named by {_INDEX}, but not there" for file in files if not file.is_file()]
-        if missing:
-            raise UserError(missing)
         value_head = self.folder / VALUE_HEAD_FILE
         return files + ([value_head] if value_head.is_file() else [])
+
+    def _indexed_files(self, index: Path) -> list[Path]:
+        weight_map = read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{index}: weight_map: found {shown(weight_map)}; accepted: an object, tensor -> file name")
+        names = list(weight_map.values())
+        odd = [name for name in names if not _is_inside(name)]
+        problems = [f"{index}: weight_map: found {shown(name)}; accepted: files inside the folder" for name in odd]
+        named = sorted({name for name in names if _is_inside(name)})
+        problems += [
+            f"{self.folder}/{named_plainly(name)}: named by {_INDEX}, but not there"
+            for name in named
+            if not os.path.isfile(self.folder / name)
+        ]
+        if problems:
+            raise UserError(list(dict.fromkeys(problems)))
+        return [self.folder / name for name in named]
+
+
+def named_plainly(name: str) -> str:
+    """A name out of a file, for a message: whoever wrote the file may have called it anything."""
+    return name if name.isprintable() and 0 < len(name) <= 200 else shown(name)
+
+
+def _is_inside(name: Any) -> bool:
+    if not isinstance(name, str) or not name:
+        return False
+    path = PurePath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 class HfFolderWriter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,26 +12,18 @@ from transformers import PretrainedConfig
 
 from megatron_ac2.model.chunks import gather_parameters, gpt_models
 from megatron_ac2.model.families import Cut, Rule
-from megatron_ac2.model.hf_files import VALUE_HEAD_FILE, HfFolderWriter, HfReader, copy_tokenizer
+from megatron_ac2.model.hf_files import HfFolderWriter, HfReader, copy_tokenizer
 from megatron_ac2.model.hf_gather import Entry, cut_degree, from_stage, gather
 from megatron_ac2.model.hf_groups import gather_whole, is_shared, read_slice, whole_shape
-from megatron_ac2.model.hf_table import LM_HEAD, VALUE_HEAD, Table, cut_dim
-from megatron_ac2.model.value_head import HEAD_OUTPUTS, ValueModel
+from megatron_ac2.model.hf_headers import head_error, name_errors
+from megatron_ac2.model.hf_table import VALUE_HEAD, Table, cut_dim
+from megatron_ac2.model.value_head import ValueModel
 from megatron_ac2.parallel.collectives import broadcast_object, gather_objects
 from megatron_ac2.parallel.host_memory import check_here
 from megatron_ac2.parallel.topology import Topology
 from megatron_ac2.types import UserError
 
-_FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _VALUE_HEAD_RULE = Rule("output_layer.weight", (VALUE_HEAD,), "whole")
-
-
-def weight_problems(hf_config: PretrainedConfig, path: str | Path, value: bool = False) -> list[str]:
-    """What `load_hf_weights` would refuse of the folder that its files' headers show, shapes apart, as messages."""
-    try:
-        return _name_errors(Table(hf_config), HfReader(path), value)
-    except UserError as error:
-        return error.problems
 
 
 def load_hf_weights(model: torch.nn.Module, hf_config: PretrainedConfig, topology: Topology, path: str | Path) -> None:
@@ -52,7 +43,7 @@ def load_hf_weights(model: torch.nn.Module, hf_config: PretrainedConfig, topolog
 
 
 def _load_stage(chunks: Sequence[GPTModel], table: Table, reader: HfReader, topology: Topology) -> None:
-    problems = _name_errors(table, reader, isinstance(chunks[0], ValueModel))
+    problems = name_errors(table, reader, isinstance(chunks[0], ValueModel))
     if problems:
         raise UserError(problems)
     for rule, parameter in (
@@ -198,44 +189,16 @@ def _pieces(model: GPTModel, table: Table, topology: Topology) -> Iterator[torch
         yield from table.unfuse(rule, gather_whole(parameter.detach(), topology) if shared else parameter.detach())
 
 
-def _name_errors(table: Table, reader: HfReader, value: bool) -> list[str]:
-    fused = sorted(name for name in reader.names if _FUSED_EXPERTS.search(name))
-    if fused:
-        return [
-            f"{fused[0]}: found in {reader.folder}, experts fused in one tensor (transformers 5 can save so, with "
-            "save_original_format=False); accepted: one tensor an expert and projection, as published"
-        ]
-    expected = set(table.hf_names(with_lm_head=not value))
-    accepted = expected | ({LM_HEAD} if value or table.tied else set()) | ({VALUE_HEAD} if value else set())
-    missing = [f"{name}: missing in {reader.folder}" for name in sorted(expected - reader.names)]
-    surplus = sorted(reader.names - accepted)
-    unknown = [f"{name}: found in {reader.folder}, but the model has no such tensor" for name in surplus]
-    return missing + unknown
-
-
 def _shape_errors(table: Table, reader: HfReader, rule: Rule, shapes: Sequence[torch.Size], tensor: int) -> list[str]:
     problems = []
     for name, shape in zip(rule.parts, shapes, strict=True):
         expected = table.full_shape(rule.cut, shape, tensor)
         found = reader.shape(name)
         if found != expected and name == VALUE_HEAD:
-            problems.append(_head_error(reader, found, expected))
+            problems.append(head_error(reader, found, expected))
         elif found != expected:
             problems.append(f"{name}: found shape {found} in {reader.folder}, config.json says {expected}")
     return problems
-
-
-def _head_error(reader: HfReader, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """A head of another kind is a mistake in the configuration more often than in the file."""
-
-    def named(shape: tuple[int, ...]) -> str:
-        kinds = [kind for kind, outputs in HEAD_OUTPUTS.items() if shape == (outputs, expected[1])]
-        return f"shape {shape}" + (f" ({' or '.join(kinds)})" if kinds else "")
-
-    return (
-        f"critic.head: {VALUE_HEAD} in {reader.folder} has {named(found)}, accepted: {named(expected)}; set "
-        f"critic.head to the kind that was trained, or take {VALUE_HEAD_FILE} out of the folder for a fresh head"
-    )
 
 
 def _read_piece(reader: HfReader, name: str, cut: Cut, shape: torch.Size, tensor_rank: int) -> torch.Tensor:

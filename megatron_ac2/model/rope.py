@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from megatron_ac2.data.json_text import shown
 from megatron_ac2.types import UserError
 
 # Llama 3's scaling, as far as Megatron's RotaryEmbedding has it fixed; only `factor` is an argument.
@@ -30,23 +32,29 @@ def rope_problems(hf_config: PretrainedConfig) -> list[str]:
     if rope["rope_theta"] is None:
         return ["rope_theta: found none, neither at the top nor in rope_parameters"]
     problems = []
+    if not _is_positive(rope["rope_theta"]):
+        problems.append(f"rope_parameters.rope_theta: found {shown(rope['rope_theta'])}, accepted: a number above 0")
     if rope["rope_type"] not in _ROPE_TYPES:
         accepted = ", ".join(_ROPE_TYPES)
-        problems.append(f"rope_parameters.rope_type: found {rope['rope_type']!r}, accepted: {accepted}")
+        problems.append(f"rope_parameters.rope_type: found {shown(rope['rope_type'])}, accepted: {accepted}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         problems.append(
-            f"rope_parameters.partial_rotary_factor: found {rope['partial_rotary_factor']!r}, accepted: 1.0"
+            f"rope_parameters.partial_rotary_factor: found {shown(rope['partial_rotary_factor'])}, accepted: 1.0"
         )
     if rope["rope_type"] == "llama3":
         problems += [
-            f"rope_parameters.{name}: found {rope.get(name)!r}, accepted with rope_type llama3: {fixed}, which "
+            f"rope_parameters.{name}: found {shown(rope.get(name))}, accepted with rope_type llama3: {fixed}, which "
             "Megatron has built in"
             for name, fixed in _LLAMA3.items()
             if rope.get(name) != fixed
         ]
-        if not isinstance(rope.get("factor"), int | float) or rope["factor"] < 1:
-            problems.append(f"rope_parameters.factor: found {rope.get('factor')!r}, accepted: a number of 1 or more")
+        if not (_is_positive(factor := rope.get("factor")) and factor >= 1):
+            problems.append(f"rope_parameters.factor: found {shown(factor)}, accepted: a number of 1 or more")
     return problems
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _rope(hf_config: PretrainedConfig) -> dict[str, Any]:

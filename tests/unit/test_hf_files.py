@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,61 @@ def test_folder_mistakes(tmp_path: Path):
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="b: missing"):
         HfReader(tmp_path).read("b")
+
+
+def index(folder: Path, name: object) -> str:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(UserError) as caught:
+        HfReader(folder)
+    (problem,) = caught.value.problems
+    return problem
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/hostname", "", "sub/../../x", 7, None, ["x"], {}])
+def test_an_index_names_files_of_its_own_folder_only(tmp_path: Path, name: object):
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "inner").mkdir()
+    problem = index(tmp_path / "inner", name)
+    assert problem.startswith(f"{tmp_path / 'inner' / 'model.safetensors.index.json'}: weight_map: found ")
+    assert problem.endswith("; accepted: files inside the folder")
+
+
+@pytest.mark.parametrize("name", ["gone", "a\0b", "a\nb", "\ud800", "x" * 9999, "."])
+def test_an_index_that_names_what_is_no_file(tmp_path: Path, name: str):
+    problem = index(tmp_path, name)
+    assert problem.endswith("named by model.safetensors.index.json, but not there")
+    assert len(problem.splitlines()) == 1 and len(problem.encode()) < 300
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": "x"}'])
+def test_an_index_without_a_map(tmp_path: Path, content: str):
+    file = tmp_path / "model.safetensors.index.json"
+    file.write_text(content)
+    with pytest.raises(UserError) as caught:
+        HfReader(tmp_path)
+    assert caught.value.problems[0].startswith(f"{file}: ")
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "length", "text", "folder"])
+def test_damaged_weights(tmp_path: Path, damage: str):
+    file = write(tmp_path / "model") / "model.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "folder":
+        file.mkdir()
+    else:
+        length = (2**60).to_bytes(8, "little")
+        file.write_bytes({"cut": content[:-1], "empty": b"", "length": length + content[8:], "text": b"words"}[damage])
+    with pytest.raises(UserError) as caught:
+        HfReader(tmp_path / "model")
+    (problem,) = caught.value.problems
+    said = f"{file.parent}: found neither" if damage == "folder" else f"{file}: cannot be read as safetensors: "
+    assert problem.startswith(said)
+
+
+def test_a_header_tells_shape_and_type(tmp_path: Path):
+    save_file({"a": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.tensor(1.0)}, tmp_path / "model.safetensors")
+    reader = HfReader(tmp_path)
+    assert (reader.shape("a"), reader.stored_dtype("a")) == ((2, 3), "BF16")
+    assert (reader.shape("b"), reader.stored_dtype("b")) == ((), "F32")
+    assert reader.file("a") == tmp_path / "model.safetensors"

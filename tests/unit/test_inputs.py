@@ -8,15 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from megatron_ac2.algorithm.value_prompt import build_value_prompt
 from megatron_ac2.config import Config
 from megatron_ac2.config_training import ParallelConfig
 from megatron_ac2.inputs import read_inputs, stop_token_ids
+from megatron_ac2.model.build import load_hf_config
+from megatron_ac2.model.hf_headers import weight_problems
 from megatron_ac2.types import UserError
+from tests.distributed.tiny_families import write
 from tools.prepare_quickstart import prepare
 from tools.quickstart_model import base_config
+
+MISSING = object()
 
 
 @pytest.fixture(scope="module")
@@ -205,3 +211,170 @@ def test_stop_tokens_are_the_tokenizers_and_the_generation_configs(config: Confi
     assert stop_token_ids(str(tmp_path), tokenizer) == sorted([eos, 7])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert stop_token_ids(str(tmp_path), tokenizer) == sorted([eos, 9])
+
+
+@pytest.fixture
+def folder(config: Config, inputs: Path, tmp_path: Path) -> Path:
+    """The model's, a copy to break."""
+    config.model.path = str(shutil.copytree(inputs / "base", tmp_path / "model"))
+    return Path(config.model.path)
+
+
+def test_the_copy_is_good(config: Config, folder: Path) -> None:
+    assert read_inputs(config).train
+
+
+FIELDS = [  # of config.json: name, value (None: null; MISSING: not there), what is said of it
+    ("num_hidden_layers", "2", "found '2'; accepted: an integer, 1 to 1,000"),
+    ("num_hidden_layers", None, "found null; accepted: an integer"),
+    ("num_hidden_layers", -1, "found -1; accepted: an integer"),
+    ("num_hidden_layers", 0, "found 0; accepted: an integer"),
+    ("num_hidden_layers", 10**9, "found 1000000000; accepted: an integer"),
+    ("num_hidden_layers", 1e9, "found 1000000000.0; accepted: an integer"),
+    ("num_hidden_layers", float("nan"), "found nan; accepted: an integer"),
+    ("num_hidden_layers", True, "found True; accepted: an integer"),
+    ("hidden_size", MISSING, "missing; accepted: an integer, 1 to 1,000,000"),
+    ("vocab_size", [], "found []; accepted: an integer, 1 to 10,000,000"),
+    ("num_key_value_heads", 3, "found 3; accepted: divisors of num_attention_heads (4)"),
+    ("head_dim", 0, "found 0; accepted: an integer, 1 to 10,000, or null"),
+    ("head_dim", 31, "found 31; "),
+    ("rms_norm_eps", float("nan"), "found nan; accepted: a number above 0, up to 1"),
+    ("rms_norm_eps", -1e-6, "found -1e-06; accepted: a number above 0, up to 1"),
+    ("rms_norm_eps", 0.0, "found 0.0; accepted: a number above 0, up to 1"),
+    ("rope_parameters", "default", "found 'default'; accepted: an object, or null"),
+    ("rope_parameters", {"rope_type": "default", "rope_theta": "x"}, ".rope_theta: found 'x', accepted: a number"),
+    ("rope_parameters", {"rope_type": [1], "rope_theta": 1e4}, "rope_type: found [1], accepted: default, llama3"),
+    ("max_position_embeddings", None, "found null; accepted: an integer, 1 to 2,147,483,647"),
+    ("tie_word_embeddings", "false", "found 'false'; accepted: true or false"),
+    ("model_type", "gpt2", "found 'gpt2' with architecture Qwen3ForCausalLM, accepted: qwen3"),
+    ("model_type", MISSING, "found nothing with architecture Qwen3ForCausalLM, accepted: qwen3"),
+    ("architectures", MISSING, "found [], accepted: one of Qwen3ForCausalLM, "),
+    ("architectures", 5, "found 5; accepted: a list with one name"),
+    ("architectures", [["Qwen3ForCausalLM"]], "found [['Qwen3ForCausalLM']]; accepted: a list with one name"),
+    ("auto_map", {"AutoConfig": "own.Config"}, "code that a model's folder brings along is never run; "),
+    ("quantization_config", 7, "found 7; cannot be read: "),
+    ("use_cache", "yes", "found 'yes'; cannot be read: "),
+    ("num_labels", 10**9, "found 1000000000; accepted: an integer, 0 to 100,000"),
+    ("vocab_size", 64, "found 64, but the tokenizer's ids go up to "),
+]
+
+
+def written(file: Path, **changes: object) -> None:
+    """`file` with other values of its fields."""
+    fields = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in fields.items() if value is not MISSING}))
+
+
+@pytest.mark.parametrize(("name", "value", "said"), FIELDS, ids=[f"{name}: {said[:20]}" for name, _, said in FIELDS])
+def test_a_field_of_the_models_config_is_named(
+    name: str, value: object, said: str, config: Config, folder: Path
+) -> None:
+    (folder / "own.py").write_text("raise SystemExit('code of the folder was run')")
+    written(folder / "config.json", **{name: value})
+    named = [problem for problem in errors(config) if problem.startswith(f"{folder / 'config.json'}: {name}")]
+    assert len(named) == 1 and said in named[0], named
+
+
+def test_fields_are_named_all_at_once(config: Config, folder: Path) -> None:
+    """And a model that cannot be read hides no broken row of a problem file."""
+    written(folder / "config.json", hidden_size="big", num_hidden_layers=None, architectures=[], rms_norm_eps="x")
+    config.data.train = str(folder / "train.jsonl")
+    Path(config.data.train).write_text("{")
+    starts = ("architectures", "hidden_size", "num_hidden_layers", "rms_norm_eps")
+    *found, row = errors(config)
+    assert [problem.split(": ")[:2] for problem in found] == [[str(folder / "config.json"), start] for start in starts]
+    assert row.startswith(f"{config.data.train}: line 1: not valid JSON")
+
+
+BROKEN = [  # a file, its bytes, what is said
+    ("config.json", b"\xff\xfe\0", "{file}: cannot be read as JSON: 'utf-8' codec can't decode"),
+    ("config.json", b"[]", "{file}: found []; accepted: a JSON object"),
+    ("config.json", b"", "{file}: cannot be read as JSON: Expecting value"),
+    ("config.json", b"[" * 9999, "{file}: cannot be read as JSON: nested too deep"),
+    ("generation_config.json", b"{bad", "{file}: cannot be read as JSON: Expecting property name"),
+    ("generation_config.json", b"[]", "{file}: found []; accepted: a JSON object"),
+    *[
+        ("generation_config.json", b'{"eos_token_id": %s}' % ids, "{file}: eos_token_id: found ")
+        for ids in (b"[null]", b"true", b"-1", b'"2"', b"100000", b"[[1]]", b"1.0", b"{}")
+    ],
+    ("tokenizer.json", b"{bad", "{file}: cannot be read as JSON"),
+    ("tokenizer.json", b"", "{file}: cannot be read as JSON"),
+    ("tokenizer.json", b"\0\xff", "{file}: cannot be read as JSON"),
+    ("tokenizer.json", b'{"version": "1.0"}', "{file}: no readable tokenizer: Model missing"),
+    ("tokenizer_config.json", b"[]", "{file}: found []; accepted: a JSON object"),
+    ("tokenizer_config.json", b'{"eos_token": 5}', "{file}: no readable tokenizer: TypeError: "),
+    ("chat_template.jinja", b"{% if %}", "{file}: chat template: fails on a question: "),
+    ("chat_template.jinja", b"{{ raise_exception('no') }}", "{file}: chat template: fails on a question: "),
+    ("chat_template.jinja", b"{{ messages | frobnicate }}", "{file}: chat template: fails on a question: "),
+    ("chat_template.jinja", b"Answer 7.", "{file}: chat template: leaves the question 'What is 17 + 5?' out of the"),
+    ("model.safetensors", b"", "model.path: {file}: cannot be read as safetensors: "),
+    ("model.safetensors", b"a text file, nothing else", "model.path: {file}: cannot be read as safetensors: "),
+    ("model.safetensors", b"\xff" * 7 + b"\x7f{}", "model.path: {file}: cannot be read as safetensors: "),
+    ("model.safetensors.index.json", b"{", "model.path: {file}: cannot be read as JSON: "),
+    ("model.safetensors.index.json", b"[]", "model.path: {file}: found []; accepted: a JSON object"),
+    ("model.safetensors.index.json", b"{}", "model.path: {file}: weight_map: found nothing; accepted: an object"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "said"), BROKEN)
+def test_a_broken_file_of_a_model_is_named(name: str, content: bytes, said: str, config: Config, folder: Path) -> None:
+    (folder / name).write_bytes(content)
+    (problem,) = errors(config)
+    assert problem.startswith(said.format(file=folder / name)) and len(problem.splitlines()) == 1
+
+
+def test_a_missing_tokenizer_file_is_named(config: Config, folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (problem,) = errors(config)
+    assert str(folder) in problem and "tokenizer" in problem
+
+
+def test_a_generative_critics_template_shows_all_turns(config: Config, folder: Path) -> None:
+    template = "{{ messages[-1].content }}"
+    (folder / "chat_template.jinja").write_text(template)
+    read_inputs(config)
+    config.critic.kind = "generative"
+    start = f"{folder / 'chat_template.jinja'}: chat template: "
+    assert errors(config) == [f"{start}leaves turns out; accepted: one that a dialogue is read from"]
+    (folder / "chat_template.jinja").write_text(template + "{{ 'x' if messages | length == 1 else 1 // 0 }}")
+    assert errors(config)[0].startswith(f"{start}fails on user, assistant, user: integer division")
+
+
+def test_tensors_of_other_names_shapes_and_types_are_named_from_their_headers(config: Config, folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    layer = "model.layers.0.self_attn"
+    tensors[f"{layer}.k_proj.weight"] = tensors[f"{layer}.k_proj.weight"][:-1].contiguous()
+    tensors[f"{layer}.q_norm.weight"] = tensors[f"{layer}.q_norm.weight"].to(torch.int8)
+    tensors["bad\nname"] = tensors.pop("model.norm.weight")
+    save_file(tensors, file)
+    width = tensors["model.embed_tokens.weight"].shape[1]
+    assert sorted(errors(config)) == sorted([
+        f"model.path: {file}: {layer}.k_proj.weight: found shape (63, {width}), config.json says (64, {width})",
+        f"model.path: {file}: {layer}.q_norm.weight: found I8; accepted: BF16, F16, F32, F64",
+        f"model.path: 'bad\\nname': found in {folder}, but the model has no such tensor",
+        f"model.path: model.norm.weight: missing in {folder}",
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("maker", ["qwen2_untied", "qwen2_tied", "llama3", "smollm2", "qwen3_moe", "qwen3_moe_last"])
+def test_every_familys_tensors_have_the_shapes_that_are_asked_for(maker: str, tmp_path: Path) -> None:
+    write(maker, tmp_path)
+    assert weight_problems(load_hf_config(tmp_path), tmp_path) == []
+    assert weight_problems(load_hf_config(tmp_path), tmp_path, value_outputs=1) == []
+
+
+def test_a_value_head_of_another_kind_is_found_before_a_run(config: Config, inputs: Path, folder: Path) -> None:
+    config.critic.path, config.model.path = str(folder), str(inputs / "base")
+    width = load_file(folder / "model.safetensors")["model.norm.weight"].shape[0]
+    save_file({"value_head.weight": torch.zeros(1, width)}, folder / "value_head.safetensors")
+    read_inputs(config)
+    config.critic.head = "two_hot"
+    (problem,) = errors(config)
+    assert problem.startswith(f"critic.head: value_head.weight in {folder} has shape (1, {width}) (bce or mse)")
+
+
+def test_of_many_wrong_tensors_the_first_are_named(config: Config, folder: Path) -> None:
+    save_file({f"surplus.{i}": torch.zeros(1) for i in range(50)}, folder / "model.safetensors")
+    found = errors(config)
+    assert len(found) == 21 and "more errors" in found[-1]
