@@ -35,7 +35,7 @@ from megatron_ac2.entry import run_entry_point
 from megatron_ac2.model.build import build_model, check_layout, config_problems, load_hf_config
 from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.hf_weights import load_hf_weights, save_hf
-from megatron_ac2.model.tokenizer import load_tokenizer
+from megatron_ac2.model.tokenizer import load_tokenizer, vocabulary_problems
 from megatron_ac2.parallel.context import length_multiple
 from megatron_ac2.parallel.topology import Topology, check_world, init_topology, shutdown
 from megatron_ac2.random_streams import stream
@@ -92,6 +92,8 @@ def train(config: SftConfig) -> None:
         raise UserError(problems)
     stage, dtype = config.sft, getattr(torch, config.model.dtype)
     tokenizer = load_tokenizer(config.model.path)
+    if problems := vocabulary_problems(config.model.path, hf_config.vocab_size, tokenizer):
+        raise UserError(problems)
     rows = load_worked(stage.data, tokenizer, tokenizer.eos_token_id)
     if stage.head == "value" and not all(len(row.step_positions) for row in rows):
         raise UserError(f'{stage.data}: a value head needs "step_ends" and "step_correct" in every row')

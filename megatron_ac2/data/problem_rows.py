@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ WITHOUT_ANSWER = frozenset({"boxnet", "graph_color", "propositional_logic", "rub
 
 def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(place for messages, row); a row that cannot be read comes out as a `ValueError` that says why."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # the path's own method raises for a name too long, or a closed folder
         raise UserError(f"{path}: problem file not found")
     if path.suffix == ".jsonl":
         for number, row in read_lines(path):

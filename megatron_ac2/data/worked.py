@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def load_worked(path: str | Path, tokenizer: PreTrainedTokenizerBase, eos_id: in
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     """Rows by their place for messages."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(f"sft.data: file not found: {path}")
     rows, problems = {}, []
     for number, row in read_lines(path):

@@ -117,7 +117,8 @@ def test_at_most_twenty_errors_are_listed(tmp_path, tokenizer):
 
 
 def test_unreadable_files(tmp_path, tokenizer):
-    assert "not found" in errors_of(tmp_path / "none.jsonl", tokenizer)[0]
+    for name in ("none.jsonl", "x" * 5000, "a\0b.jsonl"):
+        assert "not found" in errors_of(tmp_path / name, tokenizer)[0]
     assert "found no rows" in errors_of(write(tmp_path / "empty.jsonl"), tokenizer)[0]
     assert "accepted: .jsonl or .parquet" in errors_of(write(tmp_path / "p.csv", "a,b"), tokenizer)[0]
     assert "cannot be read as Parquet" in errors_of(write(tmp_path / "p.parquet", "a,b"), tokenizer)[0]
