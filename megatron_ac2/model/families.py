@@ -131,7 +131,9 @@ def family_of(hf_config: PretrainedConfig) -> Family:
 def refusals(family: Family, hf_config: PretrainedConfig) -> list[str]:
     """What the config asks for and the family does not implement, one message a field."""
     found = {name: getattr(hf_config, name, accepted) for name, accepted in family.accepts.items()}
-    return [
+    odd = sorted({*(getattr(hf_config, "layer_types", None) or ())} - {"full_attention"})
+    layers = [f"layer_types: found {', '.join(odd)}, accepted for {family.architecture}: full_attention"] if odd else []
+    return layers + [
         f"{name}: found {shown(found[name])}, accepted for {family.architecture}: {accepted!r}"
         for name, accepted in family.accepts.items()
         if found[name] != accepted

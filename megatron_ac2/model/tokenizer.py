@@ -78,10 +78,11 @@ def _template_problems(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list
     where = f"{_template_file(folder)}: chat template"
     options = {"add_generation_prompt": True, "tokenize": False}
     try:
-        ids = template_prompts(_QUESTIONS, tokenizer)
         texts = [tokenizer.apply_chat_template([{"role": "user", "content": q}], **options) for q in _QUESTIONS]
+        ids = template_prompts(_QUESTIONS, tokenizer)
     except Exception as error:
-        return [f"{where}: fails on a question: {reason(error)}; accepted: one that renders a user's turn"]
+        found = f"{type(error).__name__}: {reason(error)}"
+        return [f"{where}: fails on a question: {found}; accepted: one that renders a user's turn"]
     lost = [question for question, text in zip(_QUESTIONS, texts, strict=True) if question not in text]
     if lost:
         return [f"{where}: leaves the question {lost[0]!r} out of the prompt; accepted: one that shows it as it is"]
@@ -99,7 +100,7 @@ def _dialogue_problems(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list
     try:
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     except Exception as error:
-        return [f"{where}: fails on user, assistant, user: {reason(error)}"]
+        return [f"{where}: fails on user, assistant, user: {type(error).__name__}: {reason(error)}"]
     if -1 < text.find(_REPLY) < text.find(second):
         return []
     return [f"{where}: leaves turns out; accepted: one that a dialogue is read from"]
