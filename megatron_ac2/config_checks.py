@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_ac2.config import Config
-from megatron_ac2.config_values import get, value_problems
+from megatron_ac2.config_values import get, shown, value_problems
 
 _RATIO_LOSSES = ("ppo", "cispo", "gspo")
 _TOKEN_ESTIMATORS = ("gae", "brace", "rfpo")
@@ -23,7 +23,7 @@ class Rule:
     text: str
 
     def message(self, config: Config) -> str:
-        return f"{self.field}: found {get(config, self.field)!r}, {self.text.format(c=config)}"
+        return f"{self.field}: found {shown(get(config, self.field))}, {self.text.format(c=config)}"
 
 
 def _off_beat(period: int, c: Config) -> bool:
@@ -171,8 +171,13 @@ RULES = (
 
 
 def check_config(config: Config) -> list[str]:
-    """Every impossible value or combination that needs no file and no model to see, as messages."""
-    return value_problems(config) + [rule.message(config) for rule in RULES if rule.broken(config)]
+    """Every impossible value or combination that needs no file and no model to see, as messages.
+
+    No rule is asked about a field that holds what it never may: it could not even be read.
+    """
+    problems = value_problems(config)
+    named = {problem.partition(":")[0] for problem in problems}
+    return problems + [r.message(config) for r in RULES if r.field not in named and r.broken(config)]
 
 
 def warnings_for(config: Config) -> list[str]:

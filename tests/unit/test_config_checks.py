@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from typing import get_args, get_type_hints
 
 import pytest
 
 from megatron_ac2.algorithm.objective_parts import PolicyObjective, objective_problems
 from megatron_ac2.config import Config
 from megatron_ac2.config_checks import RULES, check_config, warnings_for
-from megatron_ac2.config_training import ParallelConfig
-from megatron_ac2.config_values import CHOICES, get
+from megatron_ac2.config_training import CriticConfig, ParallelConfig
+from megatron_ac2.config_values import CHOICES, RANGES, get, value_problems
+from megatron_ac2.sft import SftConfig
 
 
 def changed(changes: dict[str, object]) -> Config:
@@ -153,6 +157,71 @@ def test_ranges_of_the_switches(field, refused, accepted):
     (problem,) = problems_after({field: refused})
     assert problem.startswith(f"{field}: found {refused!r}, ")
     assert problems_after({field: accepted}) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "found", "said"),
+    [
+        ("engine.kv_cache_gib", math.nan, "found nan, must be finite and >= 0.001"),
+        ("engine.kv_cache_gib", -1.0, "found -1.0, must be >= 0.001"),
+        ("actor.optimizer.weight_decay", math.nan, "found nan, must be finite and >= 0"),
+        ("actor.optimizer.lr", math.inf, "found inf, must be finite and > 0"),
+        ("run.timeout_minutes", math.inf, "found inf, must be finite and >= 0.01"),
+        ("run.timeout_minutes", 1e300, "found 1e+300, must be <= 525600"),
+        ("sampling.temperature", math.inf, "found inf, must be finite and >= 0.01"),
+        ("run.seed", -1, "found -1, must be >= 0"),
+        ("run.seed", 10**22, "found 10000000000000000000000, must be <= 2147483647"),
+        ("actor.optimizer.betas", (0.9, 1.0), "found (0.9, 1.0), accepted: 0 to below 1"),
+        ("actor.optimizer.betas", (0.9,), "found (0.9,), accepted: 2 numbers"),
+        ("data.reward_range", (0.0, math.inf), "found (0.0, inf), must be finite and >= -1e+12"),
+        ("critic.lr_ratio_limit", math.nan, "found nan, must be > 0"),
+        ("run.name", "", "found '', must not be empty"),
+        ("data.train", " ", "found ' ', must not be empty"),
+        ("run.dir", "a\0b", "found 'a\\x00b', accepted: text without control characters"),
+        ("model.path", "\ud800", "found '\\ud800', accepted: text without control characters and halves"),
+        ("run.name", "x" * 300, f"found '{'x' * 199}..., accepted: at most 255 bytes a name and 3000 in all"),
+        ("critic.path", "x/" * 2000, f"found '{'x/' * 99}x..., accepted: at most 255 bytes a name and 3000 in all"),
+        ("engine.options", {"x": {"y": [math.nan]}}, "found nan, must be finite"),
+        ("engine.options", {"x": 2**63}, "found 9223372036854775808, accepted: whole numbers of 64 bits"),
+        ("engine.options", {"x": "a\0"}, "found 'a\\x00', accepted: text without control characters"),
+        ("engine.options", {"x": {1: 2}}, "found the name 1, accepted: printable text"),
+    ],
+)
+def test_a_value_that_would_break_later_is_named(field, found, said):
+    (problem,) = [text for text in problems_after({field: found}) if "with critic.kind" not in text]
+    assert problem.startswith(field) and said in problem
+
+
+def number_fields(schema: type, prefix: str = "") -> Iterator[str]:
+    """Every field that holds numbers, members of tuples and optional ones too, also of sections that may be null."""
+    for name, hint in get_type_hints(schema).items():
+        kinds = {hint, *get_args(hint)}
+        yield from (key for kind in kinds if is_dataclass(kind) for key in number_fields(kind, f"{prefix}{name}."))
+        if kinds & {int, float}:
+            yield f"{prefix}{name}"
+
+
+NUMBERS = sorted(number_fields(Config))
+STAGE_NUMBERS = sorted(number_fields(SftConfig))
+
+
+def test_every_number_has_a_range_and_every_range_a_number():
+    assert {".".join(key.split(".")[-2:]) for key in (*NUMBERS, *STAGE_NUMBERS)} == RANGES.keys()
+    assert len(NUMBERS) > 100 and {"critic.parallel.tensor", "actor.optimizer.betas"} <= set(NUMBERS)
+    assert all(-math.inf < accepted.low < accepted.high for accepted in RANGES.values())
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+def test_no_number_is_beyond_what_can_be_computed_with(field):
+    """Only what bounds other numbers may be infinite: it bounds nothing then."""
+    config = Config(critic=CriticConfig(parallel=ParallelConfig()))
+    section, _, name = field.rpartition(".")
+    is_tuple = isinstance(getattr(get(config, section), name), tuple)
+    bounds = ("lr_ratio_limit", "importance.high", "brace_rho_max", "brace_c_max", "brace_product_max")
+    for value in (math.nan, math.inf, -math.inf, -1e300, 10**400, -(10**400)):
+        setattr(get(config, section), name, (value, value) if is_tuple else value)
+        named = [problem for problem in value_problems(config) if problem.startswith(f"{field}: found ")]
+        assert len(named) == (0 if value in (math.inf, 10**400) and field.endswith(bounds) else 1), (value, named)
 
 
 @pytest.mark.parametrize("field", ["actor.num_minibatches", "engine.publish_every", "engine.block_size"])
