@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -170,6 +172,122 @@ def test_an_override_that_is_no_yaml_is_not_blamed_on_the_file(tmp_path):
     only(problems_of(write(tmp_path), ["run.name=[a"]), "command line")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["run.name=${nope}"], {"run.name": "Interpolation key 'nope' not found (found '${nope}', in command line)",
+                                "run.dir": "(found 'runs/${run.name}', in the defaults)"}),
+        (["run.dir=${oc.env:NO_SUCH_VARIABLE}"], {"run.dir": "Environment variable 'NO_SUCH_VARIABLE' not found"}),
+        (["run.name=${run.dir}"], {"run.name": "Recursive interpolation", "run.dir": "Recursive interpolation"}),
+        (["run.dir=${foo:1}"], {"run.dir": "Unsupported interpolation type foo"}),
+        (["run.name=${"], {"run.name": "no reference that can be read, accepted: ${section.field}"}),
+        (["run.num_steps=${run.name}"], {"run.num_steps": "'run' of type 'str' could not be converted to Integer"}),
+        (["run.num_steps=${.nope}"], {"run.num_steps": "'.nope' not found"}),
+        (["run.dir=${.....x}"], {"run.dir": "'.....x'"}),
+        (["megatron.a.b=${nope}"], {"megatron.a.b": "'nope' not found"}),
+        (["engine.options.x=[1, {y: '${nope}'}]"], {"engine.options.x": "'nope' not found"}),
+        (["critic.parallel=${run}"], {"critic.parallel": "accepted: a mapping of the fields of this section"}),
+        (["run.dir=\\${x}"], {"run.dir": "found '${x}', which would be taken for a reference"}),
+        (["run.num_steps=${run.seed}"], {"run.num_steps": "found 0, must be > 0"}),
+    ],
+)  # fmt: skip
+def test_a_reference_that_fails_is_named_with_its_place(tmp_path, overrides, named):
+    problems = dict(problem.split(": ", 1) for problem in problems_of(write(tmp_path), overrides))
+    assert problems.keys() == named.keys()
+    assert all(part in problems[key] for key, part in named.items()), problems
+
+
+def test_failing_references_and_missing_values_come_at_once_with_the_file_that_won(tmp_path):
+    path, overlay = tmp_path / "config.yaml", tmp_path / "overlay.yaml"
+    path.write_text("run: {name: '${first}', dir: d}\nmodel: {path: m}\n")
+    overlay.write_text("run: {name: '${second}'}\n")
+    missing, failing = problems_of([path, overlay])
+    assert missing.startswith("data.train: required")
+    assert failing.startswith("run.name: ") and failing.endswith(f"(found '${{second}}', in {overlay})")
+
+
+def test_a_layout_can_refer_to_another(tmp_path):
+    layouts = ["parallel.context=2", "critic.kind=value_head", "critic.parallel=${parallel}"]
+    config = load_config(write(tmp_path), [*layouts, "run.seed=${.num_steps}"])
+    assert config.critic.parallel == config.parallel and config.parallel.context == 2
+    assert config.run.seed == 200
+
+
+DEEP = "[" * 5000
+NINE = "{1}: &{1} [*{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}]\n"
+BOMB = "a: &a [1, 1]\n" + "".join(map(NINE.format, "abcdef", "bcdefg"))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\x93NUMPY\x01\x00v\x00", "found byte 0x93 at 0, accepted: UTF-8"),
+        ("run: {seed: 1}".encode("utf-16"), "accepted: UTF-8"),
+        (b"run: {name: a\x00b}", "control characters are not allowed"),
+        (b"run: {seed: 1, seed: 2}", "line 1, column 16: the key 'seed' stands twice"),
+        (DEEP.encode(), "nest"),
+        (b"run: " + DEEP[:60].encode(), "line 1, column 55: nested more than 50 deep"),
+        (BOMB.encode(), "more than 10000 values, aliases written out"),
+        (b"run: &a [*a]", "line 1, column 10: *a stands for nothing, or for what it is part of"),
+        (b"run: !!python/object:os.system {}", "could not determine a constructor for the tag"),
+        (b"run: {name: !!binary aGk=}", "could not determine a constructor for the tag"),
+        (b"run: {seed: !!int x}", "invalid literal for int()"),
+        (b"1: 2", "line 1, column 1: found the key '1', accepted: names, of printable text"),
+        (b"megatron: {x: [{~: 2}]}", "line 1, column 17: found the key '~', accepted: names, of printable text"),
+        (b"run: {? [1] : 2}", "accepted: names, of printable text"),
+        (b"run: {seed: 0x" + b"f" * 5000 + b"}", "line 1, column 13: a whole number of more than 1000 bits"),
+        (b"3", "expected a mapping of sections at the top, found int"),
+        (b"#" * 2**20 + b"\n", "found 1048577 bytes, accepted: at most 1048576"),
+    ],
+)
+def test_a_file_that_is_no_plain_yaml_says_what_and_where(tmp_path, content, said):
+    path = tmp_path / "strange.yaml"
+    path.write_bytes(content)
+    only(problems_of([write(tmp_path), path]), f"{path}: ", said)
+
+
+def test_files_that_cannot_be_opened(tmp_path, monkeypatch):
+    base, folder = write(tmp_path), tmp_path / "folder.yaml"
+    folder.mkdir()
+    only(problems_of([base, folder]), f"{folder}: cannot be read as YAML: not a regular file")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    only(problems_of([base, tmp_path / "pipe.yaml"]), "pipe.yaml: cannot be read as YAML: not a regular file")
+    only(problems_of([base, tmp_path / f"{'x' * 300}.yaml"]), "config file not found")
+    only(problems_of([base, base / "below.yaml"]), "config file not found")
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # the tests may run as root, whom nothing is denied
+    only(problems_of(base), f"{base}: cannot be read: Permission denied")
+
+
+def test_a_file_may_be_empty_have_a_byte_order_mark_and_merge_keys(tmp_path):
+    path = tmp_path / "more.yaml"
+    path.write_bytes(b"")
+    assert load_config([write(tmp_path), path]).run.seed == 0
+    actor, critic = b"actor: {optimizer: &o {lr: 1e-3, eps: 1e-6}}\n", b"critic: {optimizer: {<<: *o, eps: 1e-7}}\n"
+    path.write_bytes(b"\xef\xbb\xbf" + actor + critic)
+    optimizer = load_config([write(tmp_path), path]).critic.optimizer
+    assert (optimizer.lr, optimizer.eps) == (1e-3, 1e-7)
+
+
+@pytest.mark.parametrize("override", ["run=[1]", "run=null", "critic.parallel=3", "megatron=3", "engine.options=[1]"])
+def test_a_section_is_a_mapping(tmp_path, override):
+    key = override.partition("=")[0]
+    only(problems_of(write(tmp_path), [override]), f"{key}: accepted: a mapping of the fields of this section (found ")
+
+
+@pytest.mark.parametrize("text", ["run.=1", ".run=1", "run..seed=1", "run[0]=1", "=", "", "run.seed", "run.seed\\=1=2"])
+def test_an_override_names_a_field(tmp_path, text):
+    only(problems_of(write(tmp_path), [text]), f"command line: found {text!r}, accepted: section.field=value")
+
+
+def test_a_value_left_open_is_required_and_a_default_needs_none(tmp_path):
+    only(problems_of(write(tmp_path, megatron={"x": "???"})), "megatron.x: required")
+    assert load_config(write(tmp_path, run={"seed": "???"})).run.seed == 0
+
+
 def test_arguments_are_files_or_overrides_in_any_order(tmp_path):
     (tmp_path / "plain").write_text("run: {seed: 1}\n")
     arguments = ["base.yaml", "a.b=c.yaml", "x=1=2", "runs/lr=1e-3/config.yml", str(tmp_path / "plain"),
@@ -187,6 +305,7 @@ def test_arguments_are_files_or_overrides_in_any_order(tmp_path):
         (["base.yaml", "--fast", "run.seed"], ["'--fast'", "'run.seed'"]),
         (["grpo"], ["'grpo'", "no configuration"]),
         (["=3", "base.yaml"], ["'=3'"]),
+        (["base.yaml", "x" * 5000, "a\0b", ""], ["'xxx", r"'a\x00b'", "''"]),
     ],
 )
 def test_arguments_that_are_neither_are_all_named(arguments, found):
