@@ -98,7 +98,7 @@ def _model_problems(config: Config, hf_config: PretrainedConfig) -> list[str]:
     """Of the actor's weights, layout and Megatron's options, and of a reference model's weights."""
     reference = config.actor.reference_kl
     folders = {"model.path": config.model.path}
-    if reference.coefficient and reference.path is not None and Path(reference.path).is_dir():
+    if reference.coefficient and reference.path is not None and os.path.isdir(reference.path):
         folders["actor.reference_kl.path"] = reference.path
     problems = [f"{field}: {p}" for field, folder in folders.items() for p in weight_problems(hf_config, folder)]
     problems += check_layout(hf_config, config.parallel)
@@ -115,14 +115,24 @@ def _missing(config: Config) -> list[str]:
     """Files and packages that are named and not there, models' folders apart."""
     files = {"data.train": config.data.train, "data.validation": config.data.validation}
     problems = [
-        f"{field}: file not found: {file}" for field, file in files.items() if file and not Path(file).is_file()
+        f"{field}: file not found: {file}" for field, file in files.items() if file and not os.path.isfile(file)
     ]
-    if (folder := config.actor.reference_kl.path) is not None and not Path(folder).is_dir():
+    if (folder := config.actor.reference_kl.path) is not None and not os.path.isdir(folder):
         problems.append(f"actor.reference_kl.path: folder not found: {folder}")
     for name in ("wandb", "tensorboard"):
         if getattr(config.run, name) and importlib.util.find_spec(name) is None:
             problems.append(f"run.{name}: found true, but {name} is not installed: pip install {name}, or set false")
-    return problems
+    return problems + folder_problems("run.dir", config.run.dir)
+
+
+def folder_problems(field: str, folder: str) -> list[str]:
+    """What keeps a run from writing to a folder, which it makes where there is none, as messages."""
+    existing = next(path for path in (Path(folder), *Path(folder).parents, Path(".")) if os.path.lexists(path))
+    if not os.path.isdir(existing):
+        return [f"{field}: found {folder}, but {existing} is not a folder"]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"{field}: found {folder}, but this user may not write to {existing}"]
+    return []
 
 
 def _platform_problems(config: Config, world_size: int) -> list[str]:

@@ -29,9 +29,11 @@ from megatron_ac2.config import Config, ModelConfig
 from megatron_ac2.config_checks import check_config
 from megatron_ac2.config_file import load_config, split_arguments
 from megatron_ac2.config_training import Fp8Config, OptimizerConfig, ParallelConfig
+from megatron_ac2.config_values import value_problems
 from megatron_ac2.data.packing import longest, pack
 from megatron_ac2.data.worked import WorkedSolution, load_worked, step_values
 from megatron_ac2.entry import run_entry_point
+from megatron_ac2.inputs import folder_problems
 from megatron_ac2.model.build import build_model, check_layout, config_problems, load_hf_config
 from megatron_ac2.model.data_parallel import wrap_ddp
 from megatron_ac2.model.hf_weights import load_hf_weights, save_hf
@@ -151,12 +153,10 @@ def earlier_cost(config: SftConfig) -> dict[str, float]:
 def stage_problems(config: SftConfig, hf_config: PretrainedConfig, world_size: int) -> list[str]:
     """Everything that keeps this stage from running, as messages; of what it has in common with a training run by the
     same checks."""
-    problems = []
-    if config.sft.head not in ("lm", "value"):
-        problems.append(f"sft.head: found {config.sft.head!r}, accepted: lm, value")
+    problems = value_problems(config) + folder_problems("sft.out", config.sft.out)
     common = Config(model=config.model, parallel=config.parallel, fp8=config.fp8, megatron=config.megatron)
     if impossible := check_config(common):
-        return problems + impossible
+        return list(dict.fromkeys(problems + impossible))
     problems += check_world(config.parallel, world_size) + check_layout(hf_config, config.parallel)
     problems += config_problems(hf_config, config.parallel, config.megatron, config.fp8)
     return list(dict.fromkeys(problems))

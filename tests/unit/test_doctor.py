@@ -104,6 +104,7 @@ MISTAKES = [
     (["actor.reference_kl.path=nowhere"], "actor.reference_kl.path: folder not found: nowhere"),
     (["actor.loss_op=triton"], "actor.loss_op: found triton, but there is no GPU"),
     (["entropy.k_init=1"], "entropy.k_init: found 1"),
+    (["run.dir=/dev/null/run"], "run.dir: found /dev/null/run, but /dev/null is not a folder"),
 ]
 
 

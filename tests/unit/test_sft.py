@@ -10,6 +10,7 @@ from megatron_ac2.config import ModelConfig
 from megatron_ac2.config_file import load_config
 from megatron_ac2.config_training import Fp8Config, ParallelConfig
 from megatron_ac2.sft import SftConfig, StageConfig, stage_problems
+from megatron_ac2.types import UserError
 
 MODEL = Qwen3Config(
     vocab_size=250, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
@@ -71,3 +72,15 @@ def test_the_section_is_read_from_a_file(tmp_path) -> None:
     path = tmp_path / "sft.yaml"
     path.write_text("model: {path: m}\nsft: {data: d, out: o}\nfp8: {recipe: blockwise, emulate: true}\n")
     assert load_config(path, ["fp8.keep_last_layers=2"], SftConfig).fp8 == Fp8Config("blockwise", True, "auto", 0, 2)
+
+
+def test_its_own_numbers_choices_and_folder_are_checked(tmp_path) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text("model: {path: m}\nsft: {data: d, out: o}\n")
+    overrides = ["sft.log_every=0", "sft.optimizer.lr=.nan", "sft.labels=right", "run.seed=-1", "sft.out=''"]
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides, SftConfig)
+    named = [problem.partition(":")[0] for problem in caught.value.problems]
+    assert named == ["run.seed", "sft.out", "sft.labels", "sft.optimizer.lr", "sft.log_every"]
+    config = load_config(path, [f"sft.out={path}/o"], SftConfig)
+    assert f"sft.out: found {path}/o, but {path} is not a folder" in stage_problems(config, MODEL, world_size=1)
