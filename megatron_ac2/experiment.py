@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ac2.config import Config
 from megatron_ac2.config_file import load_config, split_arguments
+from megatron_ac2.config_yaml import read_yaml
 from megatron_ac2.metrics import METRICS_FILE
 from megatron_ac2.types import UserError
 
@@ -104,8 +104,9 @@ def load_experiment(path: str | Path) -> Experiment:
     if not Path(path).is_file():
         raise UserError(f"experiment file not found: {path}")
     try:
-        experiment = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Experiment), OmegaConf.load(path)))
-    except OmegaConfBaseException as error:
+        written = OmegaConf.create(read_yaml(Path(path)) or {})
+        experiment = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Experiment), written))
+    except Exception as error:  # YAML's, OmegaConf's, and Python's of conversions
         raise UserError(f"{path}: {str(error).splitlines()[0]}") from error
     problems = [f"{path}: {name}: found none, needed: one or more"
                 for name in ("variants", "seeds") if not getattr(experiment, name)]  # fmt: skip

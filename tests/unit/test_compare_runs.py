@@ -185,6 +185,9 @@ def test_a_picture_of_settings_that_lack_a_variant(tmp_path: Path) -> None:
         ("{base: b.yaml, out: o, variants: {a: []}, axis: lag}", "one without the other"),
         ("{out: o, variants: {a: []}}", "base"),
         ("{base: b.yaml, out: o, variants: {a: 3}}", "a"),
+        ("title: [", "line 2, column 1: "),
+        ("- 1", "incompatible container types"),
+        ("title: ${nope}", "'nope' not found"),
     ],
 )
 def test_a_bad_experiment_file_is_named_with_its_mistake(text: str, message: str, tmp_path: Path) -> None:
