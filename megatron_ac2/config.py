@@ -111,6 +111,10 @@ class DataConfig:
     shuffle: bool = True
     reward_range: tuple[float, float] = (0.0, 1.0)  # what the grader gives, mapped onto [0, 1]
     grading_timeout: float = 10.0  # seconds an answer
+    grading_workers: int | None = None  # processes a rank that grade; null: as many as cores fall to it, 8 at most
+    # Answers are compared in processes that can reach no file, network or other process (docs/security.md). Where this
+    # machine cannot hold that, a run is refused; false: grade there all the same.
+    confine_answers: bool = True
 
 
 @dataclass

@@ -188,6 +188,8 @@ def warnings_for(config: Config) -> list[str]:
         (sampling.routing == "ac2" and sampling.audit_fraction == 0,
          "sampling.audit_fraction is 0: no unbiased measure of the critic's error on ready problems is left"),
         (config.run.checkpoint_every == 0, "run.checkpoint_every is 0: a crash loses the whole run"),
+        (not config.data.confine_answers,
+         "data.confine_answers is false: only checks in Python keep answers from files and network"),
         (has_prefixes and sampling.cut_grid > sampling.cut_max_fraction * sampling.response_budget,
          "sampling.cut_grid is beyond the last cut of a response of full length: every prefix will be empty"),
         (config.entropy.enabled and actor.loss not in ("ppo", "cispo"),

@@ -16,7 +16,7 @@ from megatron_ac2.algorithm.readiness import ErrorRecord
 from megatron_ac2.algorithm.references import ReferenceBank
 from megatron_ac2.algorithm.shaping import overlong_penalty
 from megatron_ac2.config import Config
-from megatron_ac2.data.graders import answer_is_complete
+from megatron_ac2.grading.answers import answer_is_complete
 from megatron_ac2.rollout import Rollout, audit_states, context_ids, response_of
 from megatron_ac2.types import (
     ChunkGroup,

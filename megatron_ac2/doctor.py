@@ -21,11 +21,13 @@ from typing import Literal
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from megatron_ac2.config import Config
 from megatron_ac2.config_checks import warnings_for
 from megatron_ac2.config_file import load_config, split_arguments
 from megatron_ac2.data.json_text import reason
+from megatron_ac2.grading.confinement import why_unconfined
 from megatron_ac2.parallel import megatron_versions
 from megatron_ac2.perf import device_memory, gib
 from megatron_ac2.types import UserError
@@ -174,6 +176,16 @@ def _unforeseen(error: Exception) -> Finding:
     return Finding("error", "configuration", f"{text}; a run would end in it too")
 
 
+def check_grading() -> Iterator[Finding]:
+    """Whether this machine can shut in what compares answers, tried."""
+    why = why_unconfined()
+    if why is None:
+        yield Finding("ok", "grading", "answers are compared without files, network, other processes (seccomp, tried)")
+        return
+    text = f"answers cannot be confined here: {why}; runs need libseccomp and Linux, or data.confine_answers=false"
+    yield Finding("warning", "grading", text)
+
+
 def check_fp8() -> Iterator[Finding]:
     """Which values of fp8.recipe this machine runs, and why not the others."""
     with warnings.catch_warnings():
@@ -181,12 +193,12 @@ def check_fp8() -> Iterator[Finding]:
         from megatron_ac2.model.fp8 import RECIPES, why_unsupported
 
     reasons = {recipe: why_unsupported(recipe) for recipe in RECIPES}
-    usable = [recipe for recipe, reason in reasons.items() if reason is None]
+    usable = [recipe for recipe, why in reasons.items() if why is None]
     if usable:
         yield Finding("ok", "FP8", f"fp8.recipe {', '.join(usable)}")
-    for reason in dict.fromkeys(filter(None, reasons.values())):
-        refused = [recipe for recipe in RECIPES if reasons[recipe] == reason]
-        yield Finding("note", "FP8", f"no {', '.join(refused)}: {reason}")
+    for why in dict.fromkeys(filter(None, reasons.values())):
+        refused = [recipe for recipe in RECIPES if reasons[recipe] == why]
+        yield Finding("note", "FP8", f"no {', '.join(refused)}: {why}")
 
 
 def _memory(config: Config, world_size: int, on_gpu: bool) -> Iterator[Finding]:
@@ -214,7 +226,8 @@ def _memory(config: Config, world_size: int, on_gpu: bool) -> Iterator[Finding]:
 def diagnose(paths: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> list[Finding]:
     """All findings: packages, device, environment, and the configuration if one is given."""
     on_gpu = torch.cuda.is_available()
-    findings = [*check_packages(on_gpu), *check_device(), *check_fp8(), *check_environment(os.environ, on_gpu)]
+    findings = [*check_packages(on_gpu), *check_device(), *check_grading(), *check_fp8()]
+    findings += check_environment(os.environ, on_gpu)
     return findings + (list(check_run(paths, overrides, on_gpu)) if paths else [])
 
 
@@ -230,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         findings = [Finding("error", "arguments", problem) for problem in error.problems]
     for finding in findings:
         level = f"[{STYLES[finding.level]}]{finding.level:>7}[/]"
-        console.print(f"{level}  {finding.subject}: ", end="")
+        console.print(f"{level}  {escape(finding.subject)}: ", end="")
         console.print(finding.text, markup=False)
     num_errors = sum(finding.level == "error" for finding in findings)
     console.print(f"\n{num_errors} error(s)" if num_errors else "\nready")

@@ -16,10 +16,11 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from megatron_ac2.algorithm.value_prompt import build_value_prompt
 from megatron_ac2.config import Config, critic_kind
 from megatron_ac2.critic_inputs import context_warnings, critic_problems
-from megatron_ac2.data.graders import ungradable
 from megatron_ac2.data.problems import load_problems
 from megatron_ac2.engine.routed_experts import recording_problems
 from megatron_ac2.engine.vllm_arguments import engine_problems
+from megatron_ac2.grading.confinement import why_unconfined
+from megatron_ac2.grading.rules import ungradable
 from megatron_ac2.model.build import check_layout, load_hf_config, transformer_config
 from megatron_ac2.model.hf_headers import weight_problems
 from megatron_ac2.model.router_replay import replay_problems
@@ -140,6 +141,11 @@ def _platform_problems(config: Config, world_size: int) -> list[str]:
     problems = []
     if config.actor.loss_op == "triton" and not torch.cuda.is_available():
         problems.append("actor.loss_op: found triton, but there is no GPU; accepted here: auto, torch, naive")
+    if config.data.confine_answers and (reason := why_unconfined()) is not None:
+        problems.append(
+            f"data.confine_answers: found true, but what answers might do cannot be confined here: {reason}; accepted: "
+            "on Linux with libseccomp, or false, to grade them in processes that could do what this user can"
+        )
     on_cpu = not torch.cuda.is_available()
     if config.actor.router_replay:
         problems += recording_problems(config.engine.tensor_parallel, on_cpu)

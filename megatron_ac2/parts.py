@@ -14,8 +14,8 @@ from megatron_ac2.algorithm.value_prompt import PROMPT_HASH
 from megatron_ac2.architecture import sparse_layers
 from megatron_ac2.config import Config, critic_kind, critic_parallel
 from megatron_ac2.config_training import ParallelConfig
-from megatron_ac2.data.graders import RuleGrader
 from megatron_ac2.engine.engine import ColocatedEngine
+from megatron_ac2.grading.rules import RuleGrader
 from megatron_ac2.inputs import Inputs, read_inputs, stop_token_ids
 from megatron_ac2.model.build import build_model
 from megatron_ac2.model.checkpoint import CheckpointSaver, Kept, load_checkpoint
@@ -76,6 +76,7 @@ def build(config: Config) -> tuple[Parts, RunState]:
     With run.offload it is the trainer's turn: to load a checkpoint, and to publish.
     """
     inputs = read_inputs(config)
+    grader = _grader(config, inputs)  # loads while the models do
     topology = init_topology(config.parallel, config.run.seed, config.run.timeout_minutes)
     place = _Place(topology, config.parallel)
     critic_place = _critic_place(config, inputs, place)
@@ -96,7 +97,7 @@ def build(config: Config) -> tuple[Parts, RunState]:
         actor=Actor(models["actor"], optimizers["actor"].for_role("actor"), topology, config,
                     inputs.hf_config.vocab_size, inputs.pad_id, reference=reference),
         critic=_build_critic(config, inputs, critic_place.topology, models, optimizers, engine),
-        engine=engine, grader=RuleGrader(config.data.grading_timeout), validation=inputs.validation,
+        engine=engine, grader=grader, validation=inputs.validation,
         decoding=Decoding.of(config, inputs.hf_config.vocab_size), decoding_cost=DecodingCost.of(inputs.hf_config),
         models=models, optimizers=optimizers,
         identity=run_identity(config, inputs),
@@ -107,6 +108,12 @@ def build(config: Config) -> tuple[Parts, RunState]:
         turns=turns, warnings=inputs.warnings,
     )  # fmt: skip
     return parts, RunState.fresh(config, inputs.train)
+
+
+def _grader(config: Config, inputs: Inputs) -> Grader:
+    data = config.data
+    problems = [*inputs.train, *inputs.validation]
+    return RuleGrader(problems, data.grading_timeout, data.grading_workers, data.confine_answers)
 
 
 def _critic_place(config: Config, inputs: Inputs, actor: _Place) -> _Place:

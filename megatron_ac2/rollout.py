@@ -151,8 +151,8 @@ def grade_responses(
 ) -> list[Grade]:
     """Each rank grades its share (verifiers are slow Python), then all ranks learn every grade, mapped onto [0, 1]."""
     mine = split_evenly(len(items), topology.world_size, topology.rank)
-    texts = ((items[index][0], tokenizer.decode(items[index][1], skip_special_tokens=True)) for index in mine)
-    grades = [_mapped(grader.grade(problem, text), *reward_range) for problem, text in texts]
+    texts = [(items[index][0], tokenizer.decode(items[index][1], skip_special_tokens=True)) for index in mine]
+    grades = [_mapped(grade, *reward_range) for grade in grader.grade(texts)]
     return [grade for share in gather_objects(grades) for grade in share]
 
 

@@ -33,7 +33,7 @@ class UserError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row of a problem set, tokenised. `grading` is what the grader needs (see data/graders.py)."""
+    """One row of a problem set, tokenised. `grading` is what the grader needs (see grading/rules.py)."""
 
     problem_id: str
     prompt_ids: np.ndarray  # int32[P], chat-templated, generation prompt included
@@ -224,7 +224,9 @@ class Sampler(Protocol):
 
 
 class Grader(Protocol):
-    def grade(self, problem: Problem, response_text: str) -> Grade: ...
+    def grade(self, items: Sequence[tuple[Problem, str]]) -> list[Grade]:
+        """One grade for each (problem, response text)."""
+        ...
 
 
 class Critic(Protocol):

@@ -12,10 +12,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from megatron_ac2 import inputs, parts
+from megatron_ac2 import doctor, inputs, parts
 from megatron_ac2.config_file import load_config
 from megatron_ac2.doctor import (
     check_environment,
+    check_grading,
     check_megatron,
     check_packages,
     check_run,
@@ -62,6 +63,19 @@ def test_this_machine_is_ready(capsys):
     assert [finding.subject for finding in errors(diagnose())] == missing
     assert main([]) == len(missing)
     assert f"torch {metadata.version('torch')}" in capsys.readouterr().out
+
+
+def test_a_machine_that_cannot_confine_answers_is_told_of_and_refused(config, monkeypatch):
+    assert [finding.level for finding in check_grading()] == ["ok"]
+    for module in (doctor, inputs):
+        monkeypatch.setattr(module, "why_unconfined", lambda: "seccomp: no libseccomp")
+    (finding,) = check_grading()
+    assert finding.level == "warning" and "seccomp: no libseccomp" in finding.text
+    (refused,) = errors(check_run([config], [], on_gpu=False))
+    assert refused.subject == "data.confine_answers" and "seccomp: no libseccomp" in refused.text
+    allowed = list(check_run([config], ["data.confine_answers=false"], on_gpu=False))
+    assert errors(allowed) == []
+    assert any(finding.level == "warning" and "confine_answers" in finding.text for finding in allowed)
 
 
 def test_a_complete_configuration_has_no_errors_and_an_estimate_of_memory(config):

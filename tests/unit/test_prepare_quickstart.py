@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_ac2.data.graders import RuleGrader
 from megatron_ac2.data.problems import load_problems
+from megatron_ac2.grading.rules import RuleGrader
 from tools import prepare_quickstart
 from tools.prepare_quickstart import Flaw, draw_entries, prepare, work
 from tools.quickstart_model import MAX_VOCAB
@@ -85,11 +85,11 @@ def test_the_grader_agrees_with_the_labels(inputs, tokenizer):
     prepare_quickstart.write_rows(
         path, (prepare_quickstart.problem_row(f"w{i}", entries[row["prompt"]]) for i, row in enumerate(rows))
     )
-    grader = RuleGrader(timeout=5.0)
-    rewards = [
-        grader.grade(problem, row["response"]).reward
-        for problem, row in zip(load_problems(path, tokenizer), rows, strict=True)
-    ]
+    problems = load_problems(path, tokenizer)
+    grader = RuleGrader(problems, timeout=5.0)
+    grades = grader.grade([(problem, row["response"]) for problem, row in zip(problems, rows, strict=True)])
+    grader.close()
+    rewards = [grade.reward for grade in grades]
     assert rewards == [row["correct"] for row in rows]
     assert 0 < sum(rewards) < len(rewards)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "examples" / "algorithms" / "README.md"]
+PAGES = [ROOT / "README.md", ROOT / "examples" / "algorithms" / "README.md", ROOT / "docs" / "security.md"]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
