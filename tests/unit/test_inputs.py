@@ -305,7 +305,7 @@ BROKEN = [  # a file, its bytes, what is said
     ("tokenizer_config.json", b"[]", "{file}: found []; accepted: a JSON object"),
     ("tokenizer_config.json", b'{"eos_token": 5}', "{file}: no readable tokenizer: TypeError: "),
     ("chat_template.jinja", b"{% if %}", "{file}: chat template: fails on a question: TemplateSyntaxError: "),
-    ("chat_template.jinja", b"{{ raise_exception('no') }}", "{file}: chat template: fails on a question: TemplateError"),
+    ("chat_template.jinja", b"{{ raise_exception('no') }}", "{file}: chat template: fails on a question: TemplateErr"),
     ("chat_template.jinja", b"{{ messages | frobnicate }}", "{file}: chat template: fails on a question: "),
     ("chat_template.jinja", b"Answer 7.", "{file}: chat template: leaves the question 'What is 17 + 5?' out of the"),
     ("model.safetensors", b"", "model.path: {file}: cannot be read as safetensors: "),

@@ -14,13 +14,15 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ac2 import inputs
+from megatron_ac2.config import Config
 from megatron_ac2.config_file import load_config
-from megatron_ac2.doctor import check_run
+from megatron_ac2.doctor import check_run, main
 from megatron_ac2.inputs import Inputs, read_inputs
 from megatron_ac2.types import UserError
 from tools.prepare_quickstart import prepare
 
 NUM_EXAMPLES = 300
+KINDS = ("value_head", "generative")  # of critics
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 Change = tuple[str, str, Any]  # file, what is done to it, with what
 
@@ -35,6 +37,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     critic = {"kind": "value_head"}
     (folder / "config.yaml").write_text(yaml.safe_dump(sections | {"sampling": sampling, "critic": critic}))
     return folder
+
+
+@pytest.fixture(scope="module")
+def configs(prepared: Path) -> dict[str, Config]:
+    """By the kind of critic."""
+    return {kind: load_config(prepared / "config.yaml", [f"critic.kind={kind}"]) for kind in KINDS}
 
 
 BYTES = st.sampled_from([
@@ -52,7 +60,7 @@ CONFIG_FIELDS = (
     "tie_word_embeddings", "model_type", "architectures", "auto_map", "hidden_act", "dtype", "torch_dtype",
     "quantization_config", "layer_types", "use_sliding_window", "attention_bias", "eos_token_id", "pad_token_id",
     "initializer_range", "sliding_window", "transformers_version", "use_cache", "tokenizer_class",
-    "id2label", "num_labels", "label2id", "max_window_layers", "max_length", "pretraining_tp", "num_beams", "generation",
+    "id2label", "num_labels", "label2id", "max_window_layers", "max_length", "num_beams", "use_bfloat16",
 )  # fmt: skip
 TOKENIZER_FIELDS = (
     "eos_token", "pad_token", "bos_token", "unk_token", "chat_template", "tokenizer_class", "auto_map",
@@ -167,7 +175,7 @@ def dig(tree: Any, value: tuple[list[int], Any]) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(
-    made=st.lists(changes, min_size=1, max_size=2), kind=st.sampled_from(["value_head", "generative"]),
+    made=st.lists(changes, min_size=1, max_size=2), kind=st.sampled_from(KINDS),
     asked=st.sampled_from([False, False, True]),
 )
 @example(made=[("generation_config.json", "bytes", b"{bad")], kind="value_head", asked=True)
@@ -175,9 +183,9 @@ def dig(tree: Any, value: tuple[list[int], Any]) -> None:
 @example(made=[("generation_config.json", "set", ("eos_token_id", [None]))], kind="value_head", asked=True)
 @example(made=[], kind="generative", asked=True)
 def test_a_folder_is_read_or_refused_in_lines(
-    made: list[Change], kind: str, asked: bool, prepared: Path, monkeypatch
+    made: list[Change], kind: str, asked: bool, prepared: Path, configs: dict[str, Config], monkeypatch
 ) -> None:
-    """`asked`: whether the doctor is, too: it takes four times as long."""
+    """`asked`: whether the doctor is, too, which takes longer."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     folder = prepared / "model"
     shutil.rmtree(folder, ignore_errors=True)
@@ -186,10 +194,8 @@ def test_a_folder_is_read_or_refused_in_lines(
         os.symlink(file, folder / file.name)
     for one in made:
         change(folder, *one)
-    config = load_config(prepared / "config.yaml")
-    config.critic.kind = kind
     try:
-        found, problems = read_inputs(config, 0), []
+        found, problems = read_inputs(configs[kind], 0), []
         assert isinstance(found, Inputs) and found.train and (made or not problems)
     except UserError as error:
         problems = error.problems
@@ -210,3 +216,12 @@ def test_what_no_check_knows_is_a_finding_too(prepared: Path, monkeypatch) -> No
     *_, found = check_run([prepared / "config.yaml"], [], on_gpu=False)
     assert (found.level, found.subject) == ("error", "configuration")
     assert found.text.startswith("ZeroDivisionError: by zero (") and "no check knows this" in found.text
+
+
+def test_a_path_is_printed_as_it_is(prepared: Path, capsys: pytest.CaptureFixture) -> None:
+    """Square brackets mean styles to the console."""
+    folder = prepared / "[bold]" / "[" / "x]"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{")
+    assert main([str(prepared / "config.yaml"), f"model.path='{folder}'"]) == 1
+    assert f"  error  {folder / 'config.json'}: cannot be read as JSON: " in capsys.readouterr().out
