@@ -149,7 +149,7 @@ def _resolve(merged: DictConfig, sources: Sequence[_Source], names: str) -> tupl
     """The instance, with references (`${section.field}`) followed; or every missing value and failing reference."""
     leaves = sorted(_leaves(OmegaConf.to_container(merged, resolve=False)))
     problems = [
-        f"{'.'.join(keys)}: required, but {names} does not set it" for keys, value in leaves if MISSING in _texts(value)
+        f"{_name(keys)}: required, but {names} does not set it" for keys, value in leaves if MISSING in _texts(value)
     ]
     for keys, value in leaves:
         if any("${" in text for text in _texts(value)) and (reason := _reference_error(merged, keys)):
@@ -161,7 +161,7 @@ def _resolve(merged: DictConfig, sources: Sequence[_Source], names: str) -> tupl
     except Exception as error:
         return None, [f"{names}: {_reason(error)}"]
     return config, [
-        f"{'.'.join(keys)}: found {shown(value)}, which would be taken for a reference when the run is read back"
+        f"{_name(keys)}: found {shown(value)}, which would be taken for a reference when the run is read back"
         for keys, value in _leaves(to_dict(config))
         if any("${" in text or text == MISSING for text in _texts(value))
     ]
@@ -189,8 +189,13 @@ def _origin(sources: Sequence[_Source], keys: Sequence[str]) -> str:
     return "the defaults"
 
 
+def _name(keys: Sequence[Any]) -> str:
+    """A resolver can make a mapping whose keys are no text."""
+    return ".".join(map(str, keys))
+
+
 def _message(keys: Sequence[str], reason: str, value: Any, origin: str) -> str:
-    return f"{'.'.join(keys)}: {reason} (found {shown(value)}, in {origin})"
+    return f"{_name(keys)}: {reason} (found {shown(value)}, in {origin})"
 
 
 def _reason(error: Exception) -> str:

@@ -188,6 +188,7 @@ def test_an_override_that_is_no_yaml_is_not_blamed_on_the_file(tmp_path):
         (["engine.options.x=[1, {y: '${nope}'}]"], {"engine.options.x": "'nope' not found"}),
         (["critic.parallel=${run}"], {"critic.parallel": "accepted: a mapping of the fields of this section"}),
         (["run.dir=\\${x}"], {"run.dir": "found '${x}', which would be taken for a reference"}),
+        (["megatron.x=\"${oc.decode:'{1: ???}'}\""], {"megatron.x.1": "found '???', which would be taken for a ref"}),
         (["run.num_steps=${run.seed}"], {"run.num_steps": "found 0, must be > 0"}),
     ],
 )  # fmt: skip
