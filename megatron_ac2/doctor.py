@@ -22,7 +22,6 @@ from typing import Literal
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.markup import escape
 
 from megatron_ac2.config import Config
 from megatron_ac2.config_checks import warnings_for
