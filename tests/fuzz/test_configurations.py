@@ -19,8 +19,6 @@ from megatron_ac2.config import Config
 from megatron_ac2.config_file import load_config, split_arguments, to_dict, to_yaml
 from megatron_ac2.types import UserError
 
-UNBOUNDED = {"critic.lr_ratio_limit", "estimator.brace_rho_max", "estimator.brace_c_max", "actor.importance.high",
-             "estimator.brace_product_max"}  # fmt: skip
 MINIMAL = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 
 
@@ -112,10 +110,10 @@ def check(load: Callable[[], Any], folder: Path) -> bool:
             assert problem.isprintable() and ": " in problem and len(problem) < 2000, problem
         return False
     for key, value in numbers(to_dict(config)):
-        assert math.isfinite(value) or (value == math.inf and key in UNBOUNDED), (key, value)
+        assert math.isfinite(value), (key, value)
     path = folder / "again.yaml"
     path.write_text(to_yaml(config), encoding="utf-8")
-    assert load_config(path) == config
+    assert to_yaml(load_config(path)) == to_yaml(config)  # an open section may refer to one with tuples: lists, now
     return True
 
 
@@ -137,7 +135,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-@runs(300)
+@runs(600)
 @given(changes=CHANGES)
 def test_hostile_values_in_a_file(folder, changes):
     path = folder / "hostile.yaml"
@@ -145,7 +143,7 @@ def test_hostile_values_in_a_file(folder, changes):
     check(lambda: load_config([folder / "base.yaml", path]), folder)
 
 
-@runs(300)
+@runs(600)
 @given(changes=CHANGES)
 def test_hostile_values_on_the_command_line(folder, changes):
     overrides = [f"{key}={value if isinstance(value, str) else in_yaml(value)}" for key, value in changes.items()]
@@ -163,7 +161,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@runs(300)
+@runs(600)
 @given(data=st.data())
 def test_mangled_text(folder, data):
     text = "".join(data.draw(st.lists(st.sampled_from(PIECES), min_size=1, max_size=4)))
@@ -179,7 +177,7 @@ STARTS = st.sampled_from(["run.", ".run", "run..seed", "run[0]", "", "run.seed",
 ARGUMENTS = st.one_of(st.text(max_size=12), st.builds("{}={}".format, STARTS, st.text(max_size=6)))
 
 
-@runs(150)
+@runs(200)
 @given(arguments=st.lists(ARGUMENTS, min_size=1, max_size=3))
 def test_arguments_of_any_kind(folder, arguments):
     check(lambda: load_config(*split_arguments([str(folder / "base.yaml"), *arguments])), folder)
