@@ -139,7 +139,8 @@ class CriticConfig:
         default_factory=lambda: OptimizerConfig(lr=2 * math.sqrt(2) * 1e-6, grad_clip=0.2)
     )
     lr_min: float = 5 * math.sqrt(2) * 1e-7
-    lr_ratio_limit: float = math.sqrt(2)  # halve after `lr_patience` steps with update-norm ratio above this
+    # halve after `lr_patience` steps with an update-norm ratio above this; null: only after a loss that is not finite
+    lr_ratio_limit: float | None = math.sqrt(2)
     lr_patience: int = 2
     batch_size: int = 768
     updates_per_step: int = 1  # the paper: 1

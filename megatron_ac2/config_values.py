@@ -52,7 +52,7 @@ class Range:
         if self.accepted:
             return self.accepted
         lowest = f"{'>' if self.above else '>='} {self.low:.12g}"
-        if not abs(value) < math.inf and self.high < math.inf:
+        if not abs(value) < math.inf:  # which takes integers of any length
             return f"must be finite and {lowest}"
         return f"must be <= {self.high:.12g}" if value > self.high else f"must be {lowest}"
 
@@ -65,7 +65,7 @@ _FRACTION = Range(0, 1, accepted="accepted: 0 to 1")
 _POSITIVE, _NOT_NEGATIVE, _ANY = Range(0, LARGE, above=True), Range(0, LARGE), Range(-LARGE, LARGE)
 _RATE = Range(0, 1000)
 # Every number, by section and name: a section has the same ranges wherever it stands (critic.parallel, sft.optimizer).
-# Those of bounds alone reach infinity, which bounds nothing; a field that is null has none.
+# A field that is null has none.
 RANGES: dict[str, Range] = {
     name: accepted
     for accepted, names in (
@@ -101,8 +101,10 @@ RANGES: dict[str, Range] = {
         (Range(0, 1, above=True), ("sampling.top_p", "engine.gpu_memory_utilization")),
         (Range(0, _RATE.high, above=True), ("optimizer.lr",)),
         (_RATE, ("critic.lr_min",)),
-        (_POSITIVE, ("actor.asympo_floor", "actor.dual_clip", "critic.value_clip")),
-        (Range(0, math.inf, above=True), ("critic.lr_ratio_limit", "estimator.brace_rho_max", "estimator.brace_c_max")),
+        (_POSITIVE, (
+            "actor.asympo_floor", "actor.dual_clip", "critic.value_clip", "critic.lr_ratio_limit",
+            "estimator.brace_rho_max", "estimator.brace_c_max",
+        )),
         (_NOT_NEGATIVE, (
             "optimizer.weight_decay", "optimizer.grad_clip", "actor.clip_high", "actor.entropy_bonus",
             "reference_kl.coefficient", "entropy.step",
@@ -111,7 +113,7 @@ RANGES: dict[str, Range] = {
             "entropy.target", "entropy.k_init", "entropy.k_min", "entropy.k_max", "readiness.global_threshold",
             "readiness.local_threshold", "data.reward_range",
         )),
-        (Range(1, math.inf), ("importance.high", "estimator.brace_product_max")),
+        (Range(1, LARGE), ("importance.high", "estimator.brace_product_max")),
         (Range(0, math.nextafter(1, 0), accepted="accepted: 0 to below 1"), ("optimizer.betas",)),
         (Range(1e-37, 1), ("optimizer.eps",)),  # 0 divides by nothing where no gradient has been, in float32
         (Range(0.01, 100), ("sampling.temperature",)),  # vLLM raises a lower one to 0.01, and the trainer would not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -52,7 +53,9 @@ class RunState:
                 kind=config.readiness.kind, demote_threshold=config.readiness.demote_threshold,
             ),
             entropy_clip=EntropyClip(entropy.k_init, entropy.step, entropy.target, entropy.k_min, entropy.k_max),
-            critic_lr=CriticLearningRate(critic.optimizer.lr, critic.lr_min, critic.lr_ratio_limit, critic.lr_patience),
+            critic_lr=CriticLearningRate(
+                critic.optimizer.lr, critic.lr_min, critic.lr_ratio_limit or math.inf, critic.lr_patience
+            ),
             counters=Counters(),
         )  # fmt: skip
 
