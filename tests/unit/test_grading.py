@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import pickle
@@ -15,6 +17,7 @@ import psutil
 import pyseccomp  # noqa: F401  (before a worker is shut in, as the server does)
 import pytest
 import reasoning_gym
+from reasoning_gym.factory import DATASETS
 
 from megatron_ac2.grading import confinement, server
 from megatron_ac2.grading.pool import GradingPool, GradingStopped
@@ -173,6 +176,18 @@ def test_bombs_end_within_the_limit(hasty, dataset):
         assert grade(hasty, problem, f"<answer>{bomb}</answer>").reward == 0.0
         longest = max(longest, time.monotonic() - begin)
     assert longest < TIMEOUT + 1.0
+
+
+def test_every_verifier_that_evaluates_is_known():
+    """A version of reasoning-gym with another one ends here."""
+    harmless = {"basic_arithmetic", "codeio", "propositional_logic"}  # when they generate; a parser of its own
+    found = set()
+    for name, (dataset, _) in DATASETS.items():
+        tree = ast.parse(inspect.getsource(sys.modules[dataset.__module__]))
+        calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        names = {call.id if isinstance(call, ast.Name) else getattr(call, "attr", "") for call in calls}
+        found |= {name} if names & {"eval", "exec", "parse_expr", "sympify", "lambdify", "literal_eval"} else set()
+    assert found == {*EVALUATING} | harmless
 
 
 def test_hostile_entries_do_nothing(hasty, tmp_path, listener):
