@@ -1,5 +1,6 @@
 # make setup       a virtual environment in .venv with the pinned CPU set (about two minutes, 4 GB)
 # make test        setup, then the whole test suite
+# make check       formatter and linter, as the tests ask for (seconds)
 # make quickstart  setup, then an AC2 run on this machine's CPU, from start to a picture of its curves
 # make test-megatron-0.19   all tests but those of the engine, with Python 3.12 and megatron-core 0.19, in an environment
 #                           of its own (5.3 GB: torch's CUDA build, run on the CPU); not part of `make test`
@@ -22,13 +23,17 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 export OMP_NUM_THREADS ?= 1
 export TORCHDYNAMO_DISABLE ?= 1
 
-.PHONY: setup test quickstart test-megatron-0.19
+.PHONY: setup test check quickstart test-megatron-0.19
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ready
 
 test: setup
 	$(BIN)/python -m pytest -q
+
+check: setup
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
 
 quickstart: setup
 	$(BIN)/python -m megatron_ac2.quickstart

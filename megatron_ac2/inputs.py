@@ -63,7 +63,7 @@ def read_inputs(config: Config, world_size: int | None = None) -> Inputs:
     dialogue = critic_kind(config) == "generative"
     tokenizer = attempt(lambda: load_tokenizer(config.model.path, dialogue)) if hf_config is not None else None
     train, validation = (
-        attempt(lambda: load_problems(file, tokenizer)) or []
+        attempt(partial(load_problems, file, tokenizer)) or []
         if file is not None and os.path.isfile(file) else []
         for file in (config.data.train, config.data.validation)
     )  # fmt: skip

@@ -14,7 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +54,7 @@ def maths_items(count: int) -> list[Item]:
     return [(problem(answer=MATHS[n % 5]), f"\\boxed{{{MATHS[(n + n % 2) % 5]}}}") for n in range(count)]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _verifier(dataset: str) -> Callable[[str, dict], float]:
     return reasoning_gym.get_score_answer_fn(dataset)
 

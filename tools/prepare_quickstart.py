@@ -27,7 +27,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -59,7 +59,7 @@ class Flaw:
         return self.hard_error if hard else self.base_error
 
 
-@lru_cache(maxsize=None)
+@cache
 def _unit_hash(text: str) -> float:
     """A number in [0, 1) that depends on the text alone (Python's own `hash` differs between processes)."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64

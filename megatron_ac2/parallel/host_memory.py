@@ -74,7 +74,7 @@ class HostSwap:
         while (room := sum(map(len, self._pieces))) < total:
             self._pieces.append(torch.empty(min(_PIECE, total - room), dtype=torch.uint8, pin_memory=on_cuda))
         free = list(self._pieces)
-        for storage, size in away:
+        for storage, _ in away:
             on_device = _bytes_of(storage)
             while len(on_device):
                 count = min(len(on_device), len(free[0]))

@@ -65,7 +65,7 @@ def training_meanwhile_case(folder: Path, scratch: Path) -> None:
         saver = CheckpointSaver(root / "async", Kept(1))
         state = {"ids": np.arange(3)}
 
-        def when_told(original, *arguments):
+        def when_told(original, *arguments, go_on=go_on):
             assert go_on.wait(60)
             return original(*arguments)
 

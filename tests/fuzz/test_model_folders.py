@@ -175,7 +175,8 @@ def dig(tree: Any, value: tuple[list[int], Any]) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(
-    made=st.lists(changes, min_size=1, max_size=2), kind=st.sampled_from(KINDS),
+    made=st.lists(changes, min_size=1, max_size=2),
+    kind=st.sampled_from(KINDS),
     asked=st.sampled_from([False, False, True]),
 )
 @example(made=[("generation_config.json", "bytes", b"{bad")], kind="value_head", asked=True)

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_ac2"
-CONFIGURATION = frozenset(
-    {"config", "config_training", "config_values", "config_checks", "config_file", "config_yaml"}
-)
+CONFIGURATION = frozenset({"config", "config_training", "config_values", "config_checks", "config_file", "config_yaml"})
 LAYERS: tuple[frozenset[str], ...] = (
     CONFIGURATION | {"types", "architecture", "random_streams"},
     frozenset({"algorithm", "data", "grading"}),

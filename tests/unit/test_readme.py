@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "examples" / "algorithms" / "README.md", ROOT / "docs" / "security.md"]
+PAGES = [ROOT / name for name in (
+    "README.md", "examples/algorithms/README.md", "docs/security.md", "CONTRIBUTING.md", "CHANGELOG.md",
+)]  # fmt: skip
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
