@@ -185,12 +185,16 @@ class GradingPool:
 
     def _fork(self) -> _Worker:
         channel, theirs = socket.socketpair()
-        with theirs:
-            process = self._server.fork(theirs)
-        channel.settimeout(_START_SECONDS)
-        if _one_byte(channel) != READY:
-            reason = channel.recv(1000).decode(errors="replace")
-            raise GradingStopped(f"a grading worker could not be shut in: {reason}")
+        try:
+            with theirs:
+                process = self._server.fork(theirs)
+            channel.settimeout(_START_SECONDS)
+            if _one_byte(channel) != READY:
+                reason = channel.recv(1000).decode(errors="replace")
+                raise GradingStopped(f"a grading worker could not be shut in: {reason}")
+        except BaseException:
+            channel.close()
+            raise
         return _Worker(channel, process)
 
     def _retire(self, worker: _Worker) -> None:
