@@ -9,7 +9,10 @@ a later version of a verifier evaluates somewhere else is refused rather than ru
 from __future__ import annotations
 
 import ast
+import builtins
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -26,9 +29,18 @@ _COMPARISONS = (
 _CONSTANTS = frozenset({"E", "I", "pi", "oo", "zoo", "nan", "GoldenRatio", "EulerGamma", "Catalan", "true", "false"})
 _OF_TEXT = frozenset({"Symbol", "Integer", "Float", "Rational", "Function"})  # what parse_expr makes of a token
 _PLAIN_CALLS = frozenset({"sqrt", "cbrt", "root", "abs", "pow", "round", "max", "min", "Max", "Min", "Mod"})
+# Who else writes code and compiles it: from numbers and from names of its own.
+_WRITERS = frozenset({"sympy.polys.monomials", "collections", "dataclasses"})
+_LAMBDIFY = "sympy.utilities.lambdify"
+_FORMULAS = (
+    ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.Return, ast.Assign, ast.Name, ast.Store, ast.Call,
+    ast.keyword, ast.IfExp, ast.Import, ast.ImportFrom, ast.alias, ast.Expr,
+)  # fmt: skip
+_BUILTINS = frozenset(dir(builtins)) - {"abs", "max", "min", "pow", "round", "sum", "len", "complex", "float", "int"}
 _MAX_CHARS = 10_000  # longer than any expression that is an answer; a parser's stack is not unlimited
 
 _compilable = _SYMPY_NAMES
+_is_own_code = False
 
 
 class RefusedExpression(ValueError):
@@ -138,8 +150,49 @@ def guard() -> None:
     sys.addaudithook(_audit)
 
 
+@contextmanager
+def own_code() -> Iterator[None]:
+    """Around the import of a module, which may compile text of its own."""
+    global _is_own_code
+    before, _is_own_code = _is_own_code, True
+    try:
+        yield
+    finally:
+        _is_own_code = before
+
+
 def _audit(event: str, arguments: tuple) -> None:
-    if event == "compile" and isinstance(source := arguments[0], (str, bytes)):
-        text = source.decode(errors="replace") if isinstance(source, bytes) else source
-        if text.strip() not in (_compilable.strip(), _SYMPY_NAMES):
-            raise RefusedExpression("answers are not executed")
+    if event != "compile" or _is_own_code or not isinstance(source := arguments[0], (str, bytes)):
+        return
+    text = (source.decode(errors="replace") if isinstance(source, bytes) else source).strip()
+    if text in (_compilable.strip(), _SYMPY_NAMES) or text.isidentifier():
+        return
+    writer = sys._getframe(1).f_globals.get("__name__")
+    if writer not in _WRITERS and not (writer == _LAMBDIFY and _is_formula(text)):
+        raise RefusedExpression("answers are not executed")
+
+
+def _is_formula(source: str) -> bool:
+    """Whether what sympy's lambdify has made of an expression computes and does nothing else: it prints the names of
+    symbols as they are. Its own imports of numeric functions are, too."""
+    global _compilable
+    before, _compilable = _compilable, source
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    finally:
+        _compilable = before
+    calls = {id(node.func) for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return all(
+        isinstance(node, _ARITHMETIC + _COMPARISONS + _FORMULAS)
+        and not (isinstance(node, ast.Call) and id(node.func) not in calls)
+        and not (isinstance(node, ast.Name) and (node.id.startswith("_") or node.id in _BUILTINS))
+        and not (isinstance(node, (ast.Import, ast.ImportFrom)) and not _imports_numbers(node))
+        for node in nodes
+    )
+
+
+def _imports_numbers(node: ast.Import | ast.ImportFrom) -> bool:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+    return all(name.split(".")[0] in ("math", "cmath", "mpmath", "numpy", "scipy", "sympy") for name in names)

@@ -109,9 +109,9 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for the trainer; this process ends with it
     from megatron_ac2.grading.verifiers import Verifiers
 
-    verifiers = Verifiers(setup["datasets"], setup["maths"])
     if setup["confined"]:
         import pyseccomp  # noqa: F401  (it looks for its library with the help of other programs)
+    verifiers = Verifiers(setup["datasets"], setup["maths"])
     gc.collect()
     gc.freeze()  # what is loaded by now is shared by all workers, and never collected
     nowhere = os.open(os.devnull, os.O_RDWR)

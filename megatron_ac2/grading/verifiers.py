@@ -5,29 +5,22 @@ Runs in the grading server's workers (server.py); what a verifier evaluates is h
 
 from __future__ import annotations
 
-import importlib
 import logging
-import pkgutil
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_ac2.grading.answers import extract_answer
 from megatron_ac2.grading.expressions import guard
+from megatron_ac2.grading.held_modules import hold
 
 _BOXED = "\\boxed{"
-# What of sympy an expression may lead to; most of it is imported only when a calculation comes there.
-_SYMPY = (
-    "assumptions", "calculus", "combinatorics", "concrete", "core", "discrete", "external", "functions", "geometry",
-    "integrals", "logic", "matrices", "ntheory", "polys", "series", "sets", "simplify", "solvers",
-    "strategies", "tensor", "utilities",
-)  # fmt: skip
-_NOT_NEEDED = ("test", "bench", "mathml", "autowrap", "pytest", "runtests", "randtest", "tmpfiles")  # by beginning
+_LAZY = ("sympy", "mpmath", "latex2sympy2_extended")  # they import parts of themselves when first needed
 
 
 class Verifiers:
     """Loads what grading will need, the verifiers of these reasoning-gym `datasets`, and math-verify for `maths`, and
-    guards it: afterwards this process compiles no text (expressions.py), and need not import anything either."""
+    guards it: afterwards this process compiles no text (expressions.py), and what is yet to be imported comes out of
+    memory (held_modules.py)."""
 
     def __init__(self, datasets: Sequence[str], maths: bool = True):
         self._score_answer: dict[str, Callable[[str, Any], float]] = {}
@@ -37,8 +30,7 @@ class Verifiers:
             self._score_answer = {name: reasoning_gym.get_score_answer_fn(name) for name in datasets}
         if maths:
             _load_maths()
-        if maths or any(map(_computes_symbolically, self._score_answer.values())):
-            _load_sympy()
+        hold(_LAZY)
         guard()
 
     def is_right(self, grading: Mapping[str, Any], response_text: str) -> bool:
@@ -76,30 +68,3 @@ def _load_maths() -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limit is off, which is meant
     is_equal_maths("\\frac{1}{2}", "0.25")
     is_equal_maths("(1,2]", "x+1=2")
-
-
-def _computes_symbolically(score_answer: Callable) -> bool:
-    """Whether a verifier's module uses sympy."""
-    values = score_answer.__globals__.values()
-    return any(
-        (getattr(value, "__module__", None) or getattr(value, "__name__", "")).startswith("sympy") for value in values
-    )
-
-
-def _load_sympy() -> None:
-    import sympy
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of modules that are old names of others
-        for name in _SYMPY:
-            _load_package(f"{sympy.__name__}.{name}")
-
-
-def _load_package(name: str) -> None:
-    try:
-        package = importlib.import_module(name)
-    except Exception:  # made for a package that is not here, or is newer: no verifier can use it either
-        return
-    for module in pkgutil.iter_modules(getattr(package, "__path__", ()), f"{name}."):
-        if not module.name.rpartition(".")[2].startswith(_NOT_NEEDED):
-            _load_package(module.name)

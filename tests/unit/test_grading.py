@@ -22,6 +22,7 @@ from reasoning_gym.factory import DATASETS
 from megatron_ac2.grading import confinement, server
 from megatron_ac2.grading.pool import GradingPool, GradingStopped
 from megatron_ac2.grading.rules import RuleGrader, ungradable
+from megatron_ac2.grading.verifiers import is_equal_maths
 from megatron_ac2.types import Grade, Problem, UserError
 from tests.unit.hostile import BOMBS, EVALUATING, entry_of, gym_problem, hostile_answers, maths_problem
 
@@ -137,6 +138,17 @@ def test_honest_rewards_are_the_verifiers_own(grader):
     assert len(items) == 1_000
     assert grader.grade(items) == [Grade(reward) for reward in expected]
     assert 300 < sum(expected) < 700
+
+
+def test_honest_maths_are_as_math_verify_says(grader):
+    """Each kind of answer against each: numbers, roots, intervals, sets, matrices, integrals, equations."""
+    texts = ("12", "0.5", "\\frac12", "2\\sqrt{3}", "\\sqrt{12}", "x^2+1", "1+x^2", "(1,2]", "\\{1,2,3\\}", "{3,2,1}",
+             "50\\%", "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\int_0^1 x dx", "x=5", "5", "x>3", "(3,\\infty)",
+             "\\binom{5}{2}", "10", "\\log_2 8", "\\cos^2 x+\\sin^2 x", "\\prod_{i=1}^4 i", "24", "3 4/5")  # fmt: skip
+    pairs = [(expected, given) for expected in texts for given in texts]
+    grades = grader.grade([(maths_problem(expected), f"\\boxed{{{given}}}") for expected, given in pairs])
+    assert grades == [Grade(float(is_equal_maths(*pair))) for pair in pairs]
+    assert 40 < sum(grade.reward for grade in grades) < 80
 
 
 @pytest.fixture
